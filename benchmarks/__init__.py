@@ -1,0 +1,1 @@
+"""Benchmarks of `remat`: one script per claim, models that the tests use too."""

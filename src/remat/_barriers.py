@@ -1,0 +1,78 @@
+"""Keeping optimization barriers alive on CPUs with jaxlib before 0.11.
+
+There the CPU compiler expands barriers before it eliminates common subexpressions, which
+undoes every rematerialization, `jax.checkpoint` included. Disabling the pass that does
+so, named `cse_barrier_expander`, brings them back. XLA reads its flags when its first
+backend starts, so the flag has to be set before; importing remat does that.
+
+Set `REMAT_SET_XLA_FLAGS=0` to keep remat from touching `XLA_FLAGS`.
+"""
+
+import os
+import warnings
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+
+import jax
+
+from remat._errors import BarrierWarning, caller_stacklevel
+from remat._jax import JAXLIB_VERSION, backends_started
+
+SWITCH = "REMAT_SET_XLA_FLAGS"
+PASS = "cse_barrier_expander"
+_FLAG = "--xla_disable_hlo_passes="
+
+_why_deleted: str | None = None  # None where barriers survive
+_warned = False
+
+
+def keep_on_cpu() -> None:
+    """Set the flag that keeps barriers alive, where it is needed and does no harm."""
+    global _why_deleted
+    if JAXLIB_VERSION >= (0, 11) or PASS in os.environ.get("XLA_FLAGS", ""):
+        return
+    if os.environ.get(SWITCH, "1").lower() in ("0", "false", "no", "off"):
+        return
+    if backends_started():
+        _why_deleted = "JAX had already started its backend when remat was imported"
+    elif _other_platform_possible():
+        # The flag is one for all backends, and GPU compilers need the pass.
+        _why_deleted = "remat sets XLA flags only where no accelerator plugin is found"
+    else:
+        os.environ["XLA_FLAGS"] = with_pass_disabled(os.environ.get("XLA_FLAGS", ""))
+
+
+def with_pass_disabled(flags: str) -> str:
+    """`flags` with the pass added to those that it disables already."""
+    words = flags.split()
+    for i, word in enumerate(words):
+        if word.startswith(_FLAG):
+            words[i] = f"{word},{PASS}" if word != _FLAG else f"{word}{PASS}"
+            return " ".join(words)
+    return " ".join([*words, f"{_FLAG}{PASS}"])
+
+
+def warn_if_deleted() -> None:
+    """Warn, once, that a backward pass is compiled without its barriers."""
+    global _warned
+    if _why_deleted is None or _warned:
+        return
+    _warned = True
+    warnings.warn(
+        "On the CPU, jaxlib "
+        + ".".join(map(str, JAXLIB_VERSION))
+        + " deletes the barriers that keep recomputation apart, so rematerialization "
+        f"will not lower the peak memory; {_why_deleted}. Import remat before the "
+        "first JAX computation, or set the environment variable XLA_FLAGS="
+        f"{_FLAG}{PASS} before Python starts, or use jaxlib 0.11 or newer. "
+        f"{SWITCH}=0 silences this.",
+        BarrierWarning,
+        stacklevel=caller_stacklevel(),
+    )
+
+
+def _other_platform_possible() -> bool:
+    platforms = jax.config.jax_platforms or os.environ.get("JAX_PLATFORMS", "")
+    if platforms:
+        return platforms != "cpu"
+    return find_spec("libtpu") is not None or bool(entry_points(group="jax_plugins"))

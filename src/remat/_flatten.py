@@ -1,0 +1,99 @@
+"""Inlining of calls, so that policies and staging see single equations.
+
+`jax.numpy` wraps much of what it does in `jit`; a policy has to see the products inside.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from jax.extend.core import Var
+
+from remat._jax import (
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    build_jaxpr,
+    called_jaxpr,
+    is_in_jax,
+)
+
+
+@lru_cache(maxsize=1024)
+def flatten(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
+    """`jaxpr` with its plain calls replaced by what they evaluate.
+
+    Calls with shardings, layouts or compiler options of their own stay.
+    """
+    if not any(called_jaxpr(eqn) is not None for eqn in jaxpr.eqns):
+        return jaxpr
+    eqns: list[JaxprEqn] = []
+    names: dict[Var, Var | Literal] = {}
+    _inline(jaxpr.eqns, names, eqns, scope=None)
+    return build_jaxpr(
+        jaxpr.jaxpr.invars,
+        [_read(v, names) for v in jaxpr.jaxpr.outvars],
+        eqns,
+        jaxpr.jaxpr.debug_info,
+    )
+
+
+def _inline(
+    eqns: Sequence[JaxprEqn],
+    names: dict[Var, Var | Literal],
+    out: list[JaxprEqn],
+    scope: JaxprEqn | None,
+) -> None:
+    """Append `eqns`, as called from the equation `scope`, to `out`.
+
+    `names` maps the variables of the jaxpr at hand to those in `out`; it is also how
+    the results of a call get back to its caller.
+    """
+    for eqn in eqns:
+        invars = [_read(v, names) for v in eqn.invars]
+        if scope is not None:
+            eqn = _placed(eqn, scope)
+        inner = called_jaxpr(eqn)
+        if inner is None or inner.consts:
+            if scope is not None:  # a jaxpr called twice must not define a value twice
+                outvars = [type(v)(v.aval) for v in eqn.outvars]
+                names.update(zip(eqn.outvars, outvars, strict=True))
+                eqn = eqn.replace(invars=invars, outvars=outvars)
+            elif invars != eqn.invars:
+                eqn = eqn.replace(invars=invars)
+            out.append(eqn)
+            continue
+        inner_names: dict[Var, Var | Literal] = dict(
+            zip(inner.jaxpr.invars, invars, strict=True)
+        )
+        _inline(inner.eqns, inner_names, out, scope=eqn)
+        results = [_read(v, inner_names) for v in inner.jaxpr.outvars]
+        names.update(zip(eqn.outvars, results, strict=True))
+
+
+def _read(atom: Var | Literal, names: dict[Var, Var | Literal]) -> Var | Literal:
+    return atom if isinstance(atom, Literal) else names.get(atom, atom)
+
+
+def _placed(eqn: JaxprEqn, call: JaxprEqn) -> JaxprEqn:
+    """`eqn` with the name scopes of the call it came from.
+
+    A function of `jax.numpy` is traced once, where it is first called, and its
+    equations carry that place for good. The place of the call is the one meant.
+    """
+    source = call.source_info
+    stack = source.name_stack
+    name = call.params.get("name")
+    if name:
+        stack = stack.extend(name)
+    inner = call.params.get("jaxpr") or call.params["call_jaxpr"]
+    info = eqn.source_info.replace(name_stack=stack + eqn.source_info.name_stack)
+    if is_in_jax(_source_file(inner)):
+        info = info.replace(traceback=source.traceback)
+    return eqn.replace(source_info=info)
+
+
+def _source_file(jaxpr: ClosedJaxpr) -> str:
+    """The file of the function that `jaxpr` was traced from, or ''."""
+    info = jaxpr.jaxpr.debug_info.func_src_info
+    _, separator, place = info.rpartition(" at ")
+    return place.rpartition(":")[0] if separator else ""

@@ -1,0 +1,284 @@
+"""Everything that differs between JAX versions or isn't public yet.
+
+No other module touches `jax._src` (a test holds this). Each use says why it is here,
+and what happens where it is missing.
+"""
+
+import inspect
+import os
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from jax.extend import core, linear_util
+from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core.primitives import closed_call_p, jit_p, name_p
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
+
+__all__ = [
+    "ClosedJaxpr",
+    "DebugInfo",
+    "Jaxpr",
+    "JaxprEqn",
+    "Literal",
+    "Var",
+    "jit_p",
+    "closed_call_p",
+    "name_p",
+]
+
+JAXLIB_VERSION: tuple[int, ...] = tuple(
+    int("".join(c for c in part if c.isdigit()) or 0)
+    for part in jax.lib.__version__.split(".")[:3]
+)
+
+
+def trace(
+    fun: Callable[..., Sequence[Any]], avals: Sequence[Any], debug_info: DebugInfo
+) -> tuple[ClosedJaxpr, list[Any]]:
+    """The jaxpr of `fun` on flat operands of types `avals`, and what it closed over.
+
+    The jaxpr has no constants: what `fun` closed over are its leading operands.
+    """
+    if len(debug_info.arg_names or ()) != len(avals):
+        debug_info = debug_info._replace(arg_names=("",) * len(avals))
+    debug_info = debug_info._replace(result_paths=None)
+    wrapped = linear_util.wrap_init(fun, debug_info=debug_info)
+    jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(wrapped, list(avals))[:3]
+    # jax < 0.11 returns an open jaxpr, later ones a jaxpr that carries its constants.
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    closed = build_jaxpr(
+        [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, debug_info
+    )
+    return closed, list(consts)
+
+
+def build_jaxpr(
+    invars: Sequence[Var],
+    outvars: Sequence[Var | Literal],
+    eqns: Sequence[JaxprEqn],
+    debug_info: DebugInfo,
+) -> ClosedJaxpr:
+    """A closed jaxpr without constants, its effects gathered from the equations."""
+    effects = frozenset().union(*(eqn.effects for eqn in eqns))
+    debug_info = debug_info._replace(
+        arg_names=("",) * len(invars), result_paths=("",) * len(outvars)
+    )
+    jaxpr = Jaxpr((), list(invars), list(outvars), list(eqns), effects, debug_info)
+    return ClosedJaxpr(jaxpr, ())
+
+
+def new_equation(
+    primitive: core.Primitive,
+    invars: Sequence[Var | Literal],
+    outvars: Sequence[Var],
+    params: dict[str, Any],
+    *,
+    like: JaxprEqn,
+    effects: Any = core.no_effects,
+) -> JaxprEqn:
+    """An equation at the place in the source of the equation `like`."""
+    return core.new_jaxpr_eqn(
+        list(invars),
+        list(outvars),
+        primitive,
+        params,
+        effects,
+        like.source_info,
+        like.ctx,
+    )
+
+
+def called_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """What a call equation evaluates, if inlining it changes nothing but the nesting.
+
+    None for all else, calls with shardings, layouts or compiler options of their own
+    included.
+    """
+    if eqn.primitive is closed_call_p:
+        return eqn.params["call_jaxpr"]
+    if eqn.primitive is not jit_p:
+        return None
+    params = eqn.params
+    # The mark of an absent sharding is a private singleton; its class has this name.
+    shardings = (*params["in_shardings"], *params["out_shardings"])
+    layouts = (*params["in_layouts"], *params["out_layouts"])
+    plain = (
+        all(type(s).__name__ == "UnspecifiedValue" for s in shardings)
+        and all(layout is None for layout in layouts)
+        and not params["compiler_options_kvs"]
+    )
+    return params["jaxpr"] if plain else None
+
+
+def is_in_jax(path: str) -> bool:
+    """Whether a source file belongs to JAX itself rather than to its user."""
+    return path.startswith(_JAX_FOLDER)
+
+
+_JAX_FOLDER = os.path.dirname(jax.__file__) + os.sep
+
+
+def with_consts_as_operands(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same program with its constants as leading operands."""
+    jaxpr = closed.jaxpr
+    return build_jaxpr(
+        [*jaxpr.constvars, *jaxpr.invars],
+        jaxpr.outvars,
+        jaxpr.eqns,
+        jaxpr.debug_info,
+    )
+
+
+def evaluate(jaxpr: ClosedJaxpr, *operands: Any) -> list[Any]:
+    """Evaluate `jaxpr`, keeping the source lines and name scopes of its equations."""
+    return core.jaxpr_as_fun(jaxpr)(*operands)
+
+
+def dce(jaxpr: ClosedJaxpr, used: Sequence[bool]) -> tuple[ClosedJaxpr, list[bool]]:
+    """Drop unused outputs, then dead equations; also which operands are still used."""
+    live, used_inputs = pe.dce_jaxpr(jaxpr.jaxpr, list(used), instantiate=False)
+    return ClosedJaxpr(live, ()), list(used_inputs)
+
+
+def register_dce(
+    primitive: core.Primitive,
+    rule: Callable[[list[bool], JaxprEqn], tuple[list[bool], JaxprEqn | None]],
+) -> None:
+    """Register a dead-code rule: used outputs, equation -> used inputs, new equation.
+
+    From jax 0.12 rules are told in between which Refs are read later; an existing rule
+    shows which form it is.
+    """
+    takes = inspect.signature(pe.dce_jaxpr_closed_call_rule).parameters
+    if len(takes) == 2:
+        pe.dce_rules[primitive] = rule
+    else:
+        pe.dce_rules[primitive] = lambda used, live, eqn: rule(used, eqn)
+
+
+def lower_inline(ctx: Any, jaxpr: ClosedJaxpr, operands: Sequence[Any]) -> Any:
+    """Lower `jaxpr` in place, in a rule for the primitive that carries it.
+
+    `mlir.lower_fun` does the same by tracing the jaxpr again, which costs as much as
+    all our rules together; it is the fallback if the keywords below ever change.
+    """
+    known = {
+        "dim_var_values": lambda: ctx.dim_var_values,
+        "const_lowering": lambda: ctx.const_lowering,
+        "outer_traceback": lambda: ctx.traceback,
+    }
+    if set(_SUBCOMP_KEYWORDS) <= set(known):
+        keywords = {name: known[name]() for name in _SUBCOMP_KEYWORDS}
+        outs, tokens = mlir.jaxpr_subcomp(
+            ctx.module_context,
+            jaxpr.jaxpr,
+            ctx.name_stack.extend("remat"),
+            ctx.tokens_in,
+            (),
+            *operands,
+            **keywords,
+        )
+        ctx.set_tokens_out(tokens)
+        return outs
+    return mlir.lower_fun(partial(evaluate, jaxpr))(ctx, *operands)
+
+
+_SUBCOMP_KEYWORDS = tuple(
+    name
+    for name, parameter in inspect.signature(mlir.jaxpr_subcomp).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+)
+
+
+def lowers_for_cpu(ctx: Any) -> bool:
+    """Whether a lowering rule is asked for code for the CPU."""
+    platforms = ctx.platforms or ctx.module_context.platforms
+    return "cpu" in platforms
+
+
+def batch(
+    jaxpr: ClosedJaxpr, axis_data: Any, dims: Sequence[Any]
+) -> tuple[ClosedJaxpr, list[Any], list[bool]]:
+    """`jaxpr` with operands batched at `dims`.
+
+    Returns:
+        The batched program, its leading operands that are constants of the batching
+        rules, and for each output whether it is batched (at 0). One that depends on no
+        batched operand stays unbatched.
+    """
+    batched, out_batched = _batch_jaxpr_axes(
+        jaxpr, axis_data, tuple(dims), (_zero_if_mapped,) * len(jaxpr.out_avals)
+    )
+    return with_consts_as_operands(batched), list(batched.consts), list(out_batched)
+
+
+try:
+    _batch_jaxpr_axes = batching.batch_jaxpr_axes
+    _zero_if_mapped = batching.zero_if_mapped
+except AttributeError:
+    # jax 0.10 keeps them private; `jax.vmap` can't leave single outputs unbatched.
+    from jax._src.interpreters import batching as _private_batching
+
+    _batch_jaxpr_axes = _private_batching.batch_jaxpr_axes
+    _zero_if_mapped = _private_batching.zero_if_mapped
+
+try:
+    _backward_pass = ad.backward_pass
+except AttributeError:
+    # jax 0.10 keeps it private; `jax.linear_transpose` would trace everything twice.
+    from jax._src.interpreters.ad import backward_pass as _backward_pass
+
+
+def transpose(
+    jaxpr: ClosedJaxpr, operands: Sequence[Any], cotangents: Sequence[Any]
+) -> list[Any]:
+    """Cotangents of the operands that are `ad.UndefinedPrimal`, by transposition.
+
+    Equations that depend on none of those are evaluated first. Results are values or
+    `ad.Zero`.
+    """
+    return _backward_pass(jaxpr.jaxpr, True, (), list(operands), list(cotangents))
+
+
+def is_ref(aval: Any) -> bool:
+    """Whether `aval` is the type of a mutable array; the class itself is private."""
+    return hasattr(aval, "inner_aval")
+
+
+def ref_effects(jaxpr: ClosedJaxpr) -> bool:
+    """Whether `jaxpr` reads or writes mutable arrays; their effects are private."""
+    kinds = {type(effect).__name__ for effect in jaxpr.effects}
+    return bool(
+        kinds & {"ReadEffect", "WriteEffect", "AccumEffect"}
+        or any("MutableArray" in kind for kind in kinds)
+    )
+
+
+def trace_context() -> Hashable:
+    """The ambient settings that tracing depends on (precision, x64, mesh, axes).
+
+    Private in JAX; without it the settings below, public ones, are the key.
+    """
+    try:
+        from jax._src.config import trace_context as ambient
+
+        return ambient()
+    except ImportError:
+        return (
+            jax.config.jax_enable_x64,
+            jax.config.jax_default_matmul_precision,
+            jax.config.jax_numpy_dtype_promotion,
+            core.get_opaque_trace_state(),
+        )
+
+
+def backends_started() -> bool:
+    """Whether XLA has read its flags. Not public; taken as started where unknown."""
+    try:
+        from jax._src.xla_bridge import backends_are_initialized
+    except ImportError:
+        return True
+    return backends_are_initialized()

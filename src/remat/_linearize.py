@@ -1,0 +1,311 @@
+"""Splitting a function into what is saved, what is recomputed, and what is linear.
+
+`jax.linearize` gives, for a program f of some operands, the residuals R that the linear
+part of its derivative reads:
+
+    f(operands) -> outputs, R        and        L(R, tangents) -> output tangents
+
+Walking back from R through the equations of f, and stopping at operands and at the
+values that the policy lets us save, gives the saved values S and the recompute slice
+between S and R. The two programs that come out are
+
+    known:    operands -> outputs, S
+    tangent:  S, operands, tangents -> output tangents     (the slice, then L)
+
+Because policies are applied after linearization, they see inside the forward rules of
+`custom_vjp`, and a residual may be anything: a mask of one byte instead of the input of
+four that it was made from.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import jax
+from jax.extend.core import Var, jaxprs_in_params
+
+from remat._flatten import flatten
+from remat._jax import (
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    build_jaxpr,
+    dce,
+    evaluate,
+    name_p,
+    trace,
+    trace_context,
+)
+from remat._policies import Policy, is_saveable, nothing_saveable
+from remat._stage import depends_on
+
+
+@dataclass(frozen=True, eq=False)
+class Linearized:
+    """A program and its derivative in some of its operands.
+
+    Attributes:
+        consts: arrays that the derivative rules closed over.
+        primal: consts, operands -> outputs; calls inlined.
+        linear: the equations that depend on the tangents.
+        tangents: operands of `linear`, one for each differentiated operand.
+        out_tangents: results of `linear`, in the order of the outputs; None where an
+            output does not depend on the differentiated operands.
+    """
+
+    consts: tuple[Any, ...]
+    primal: ClosedJaxpr
+    linear: tuple[JaxprEqn, ...]
+    tangents: tuple[Var, ...]
+    out_tangents: tuple[Var | Literal | None, ...]
+
+    @property
+    def residuals(self) -> list[Var]:
+        """The values of `primal` that the linear part reads, each once."""
+        linear_values = {*self.tangents, *(v for e in self.linear for v in e.outvars)}
+        reads = [*(v for e in self.linear for v in e.invars), *self.out_tangents]
+        return list(
+            dict.fromkeys(
+                v for v in reads if isinstance(v, Var) and v not in linear_values
+            )
+        )
+
+
+def is_differentiable(aval: Any) -> bool:
+    """Whether values of type `aval` have tangents: not integers, bools or keys."""
+    return aval.to_tangent_aval().dtype != jax.dtypes.float0
+
+
+def linearize(jaxpr: ClosedJaxpr, nonzero: tuple[bool, ...]) -> Linearized:
+    """Linearize `jaxpr` in the operands marked in `nonzero`."""
+    context = trace_context()
+    linearized = _linearize(jaxpr, nonzero, context)
+    if any(isinstance(c, jax.core.Tracer) for c in linearized.consts):
+        # A derivative rule closed over a tracer, which is no longer valid the next time.
+        return _linearize.__wrapped__(jaxpr, nonzero, context)
+    return linearized
+
+
+@lru_cache(maxsize=256)
+def _linearize(
+    jaxpr: ClosedJaxpr, nonzero: tuple[bool, ...], context: Any
+) -> Linearized:
+    del context
+    in_avals = jaxpr.in_avals
+    differentiable = [is_differentiable(aval) for aval in jaxpr.out_avals]
+    tangent_avals = [
+        aval.to_tangent_aval() for aval, nz in zip(in_avals, nonzero, strict=True) if nz
+    ]
+
+    def primals_and_tangents(*args: Any) -> list[Any]:
+        primals, tangents = args[: len(in_avals)], args[len(in_avals) :]
+
+        def of_differentiated(*differentiated: Any) -> tuple[list[Any], list[Any]]:
+            values = iter(differentiated)
+            operands = [
+                next(values) if nz else x
+                for x, nz in zip(primals, nonzero, strict=True)
+            ]
+            outs = evaluate(jaxpr, *operands)
+            return _partition(outs, differentiable)
+
+        active = [x for x, nz in zip(primals, nonzero, strict=True) if nz]
+        outs, linear_map, others = jax.linearize(
+            of_differentiated, *active, has_aux=True
+        )
+        merged = _merge(outs, others, differentiable)
+        return [*merged, *linear_map(*tangents)]
+
+    joint, consts = trace(
+        primals_and_tangents, [*in_avals, *tangent_avals], jaxpr.jaxpr.debug_info
+    )
+    joint = without_dead_equations(flatten(joint))
+    invars, outvars = joint.jaxpr.invars, joint.jaxpr.outvars
+    num_primals = len(consts) + len(in_avals)
+    primals, tangents = invars[:num_primals], invars[num_primals:]
+    is_linear = depends_on(joint.eqns, tangents)
+    primal_eqns, linear_eqns = _partition(joint.eqns, [not x for x in is_linear])
+    num_outs = len(differentiable)
+    linear_values = {*tangents, *(v for e in linear_eqns for v in e.outvars)}
+    # An output tangent that doesn't depend on the tangents is a zero.
+    given = iter(outvars[num_outs:])
+    out_tangents = [next(given) if diff else None for diff in differentiable]
+    return Linearized(
+        tuple(consts),
+        build_jaxpr(
+            primals, outvars[:num_outs], primal_eqns, joint.jaxpr.debug_info
+        ),
+        tuple(linear_eqns),
+        tuple(tangents),
+        tuple(
+            v if isinstance(v, Var) and v in linear_values else None
+            for v in out_tangents
+        ),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """A program and its derivative, with what a policy saves between them.
+
+    The operands of both are those of the program with the `consts` in front.
+
+    Attributes:
+        consts: arrays that the derivative rules closed over.
+        known: operands -> outputs, then the saved values that are no outputs.
+        tangent: saved values, needed operands, tangents -> nonzero output tangents.
+        saved: for each saved value, its position among the results of `known`.
+        needed: positions of the operands that `tangent` reads.
+        out_nonzero: for each output, whether it has a tangent.
+    """
+
+    consts: tuple[Any, ...]
+    known: ClosedJaxpr
+    tangent: ClosedJaxpr
+    saved: tuple[int, ...]
+    needed: tuple[int, ...]
+    out_nonzero: tuple[bool, ...]
+
+
+def split(
+    jaxpr: ClosedJaxpr, nonzero: tuple[bool, ...], policy: Policy | None
+) -> Split:
+    """Linearize `jaxpr` in the operands marked in `nonzero`, and save by `policy`."""
+    linearized = linearize(jaxpr, nonzero)
+    return _split(linearized, policy)
+
+
+@lru_cache(maxsize=256)
+def _split(linearized: Linearized, policy: Policy | None) -> Split:
+    primal = linearized.primal.jaxpr
+    saved, recomputed, renamed = saved_values(
+        linearized.primal, linearized.residuals, policy or nothing_saveable
+    )
+    outs = list(primal.outvars)
+    position = {v: i for i, v in enumerate(outs) if isinstance(v, Var)}
+    for v in saved:
+        if v not in position:  # an output that is saved is not returned twice
+            position[v] = len(outs)
+            outs.append(v)
+    known = build_jaxpr(primal.invars, outs, primal.eqns, primal.debug_info)
+
+    tangent_eqns = [_rename(e, renamed) for e in (*recomputed, *linearized.linear)]
+    out_tangents = [v for v in linearized.out_tangents if v is not None]
+    read = {v for e in tangent_eqns for v in e.invars if isinstance(v, Var)}
+    needed = [i for i, v in enumerate(primal.invars) if v in read]
+    tangent = build_jaxpr(
+        [*saved, *(primal.invars[i] for i in needed), *linearized.tangents],
+        out_tangents,
+        tangent_eqns,
+        primal.debug_info,
+    )
+    return Split(
+        linearized.consts,
+        without_dead_equations(known),
+        tangent,
+        tuple(position[v] for v in saved),
+        tuple(needed),
+        tuple(v is not None for v in linearized.out_tangents),
+    )
+
+
+def saved_values(
+    primal: ClosedJaxpr, residuals: Iterable[Var], policy: Policy
+) -> tuple[list[Var], list[JaxprEqn], dict[Var, Var]]:
+    """What to save and what to recompute so that `residuals` can be had again.
+
+    `checkpoint_name` makes a copy under a name. Where the copy may be saved it also
+    stands for the value itself: `y = checkpoint_name(tanh(x), "y")` saves the tanh,
+    though the derivative of tanh reads the value from before it was named.
+
+    Args:
+        primal: the program that makes the residuals from its operands.
+        residuals: values of that program.
+        policy: what may be saved.
+
+    Returns:
+        The saved values; the equations that make the residuals from those and from the
+        operands; both in the order of the program. Then for each value that a saved
+        copy stands for, that copy.
+    """
+    eqns = primal.eqns
+    maker = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+    may_save = cache(lambda index: asks(policy, eqns[index]))
+    copies = {
+        eqn.invars[0]: eqn.outvars[0]
+        for i, eqn in reversed([*enumerate(eqns)])
+        if eqn.primitive is name_p and may_save(i)
+    }
+    saved: set[Var] = set()
+    renamed: dict[Var, Var] = {}
+    recomputed: set[int] = set()
+    seen: set[Var] = set()
+    stack = list(residuals)
+    while stack:
+        v = stack.pop()
+        if v in seen or v not in maker:
+            continue
+        seen.add(v)
+        if v in copies:
+            renamed[v] = copies[v]
+            stack.append(copies[v])
+        elif may_save(maker[v]):
+            saved.add(v)
+        else:
+            recomputed.add(maker[v])
+            stack.extend(u for u in eqns[maker[v]].invars if isinstance(u, Var))
+    return (
+        [v for eqn in eqns for v in eqn.outvars if v in saved],
+        [eqns[i] for i in sorted(recomputed)],
+        renamed,
+    )
+
+
+def asks(policy: Policy, eqn: JaxprEqn) -> bool:
+    """Whether `policy` lets the results of `eqn` be saved.
+
+    What has an effect is saved, since it must not happen a second time.
+    """
+    if eqn.effects:
+        return True
+    avals = [v.aval for v in eqn.invars]
+    return is_saveable(policy, policy(eqn.primitive, *avals, **eqn.params))
+
+
+def without_dead_equations(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
+    """`jaxpr` less the equations that no result needs; all its operands stay."""
+    live, _ = dce(jaxpr, [True] * len(jaxpr.out_avals))
+    return build_jaxpr(
+        jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars, live.eqns, jaxpr.jaxpr.debug_info
+    )
+
+
+def _rename(eqn: JaxprEqn, names: dict[Var, Var]) -> JaxprEqn:
+    while any(isinstance(v, Var) and v in names for v in eqn.invars):
+        eqn = eqn.replace(
+            invars=[names.get(v, v) if isinstance(v, Var) else v for v in eqn.invars]
+        )
+    return eqn
+
+
+def names_in(jaxpr: Any) -> frozenset[str]:
+    """The names that `checkpoint_name` gave to values in `jaxpr`, at any depth."""
+    found: set[str] = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is name_p:
+            found.add(eqn.params["name"])
+        for inner in jaxprs_in_params(eqn.params):
+            found |= names_in(inner)
+    return frozenset(found)
+
+
+def _partition(values: Sequence[Any], mask: Sequence[bool]) -> tuple[list, list]:
+    yes = [v for v, m in zip(values, mask, strict=True) if m]
+    no = [v for v, m in zip(values, mask, strict=True) if not m]
+    return yes, no
+
+
+def _merge(yes: Sequence[Any], no: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
+    yes_values, no_values = iter(yes), iter(no)
+    return [next(yes_values) if m else next(no_values) for m in mask]

@@ -1,0 +1,135 @@
+"""Schedules: in which order a backward pass and its recomputation are evaluated.
+
+A program is given by the numbers of the values that each equation reads and makes. A
+schedule evaluates its equations in some order, in groups; a barrier goes in front of a
+group that recomputes, so that a compiler can neither evaluate it earlier nor merge it
+with the evaluation it repeats.
+"""
+
+from collections import defaultdict
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Group:
+    """Equations to evaluate next, behind a barrier if there is something to tie.
+
+    Attributes:
+        equations: numbers of the equations, in order of evaluation.
+        inputs: values from before the group that its recomputation starts from. The
+            group must read them as they come out of the barrier.
+        settled: values made since the last barrier that are still needed. The barrier
+            waits for them, and all that follows reads them as they come out of it.
+            Without that a compiler may postpone what makes them, and so keep alive
+            what they are made from.
+    """
+
+    equations: tuple[int, ...]
+    inputs: tuple[int, ...] = ()
+    settled: tuple[int, ...] = ()
+
+    @property
+    def has_barrier(self) -> bool:
+        """Whether a barrier precedes the group."""
+        return bool(self.inputs or self.settled)
+
+
+def just_in_time(
+    reads: Sequence[Sequence[int]],
+    makes: Sequence[Sequence[int]],
+    is_backward: Sequence[bool],
+    cotangents: Sequence[int],
+    results: Sequence[int],
+) -> list[Group]:
+    """Evaluate each recomputation right before the first equation that needs it.
+
+    Args:
+        reads: for each equation, the values it reads.
+        makes: for each equation, the values it makes.
+        is_backward: for each equation, whether it depends on a cotangent. The others
+            recompute; they must not depend on backward equations.
+        cotangents: the operands that the first barrier has to wait for.
+        results: values that are needed at the end.
+
+    Returns:
+        Groups that together evaluate every equation that a backward equation or a
+        result needs, exactly once. Equations keep their given order within the backward
+        pass and within each group's recomputation, so the schedule is the same on
+        every host.
+    """
+    maker = {value: i for i, values in enumerate(makes) for value in values}
+    uses_left = _count_uses(reads, maker, is_backward, results)
+    done: set[int] = set()
+    fresh: list[int] = list(cotangents)
+    groups: list[Group] = []
+
+    def evaluate(group: Group) -> None:
+        groups.append(group)
+        for equation in group.equations:
+            done.add(equation)
+            fresh.extend(makes[equation])
+            for value in reads[equation]:
+                uses_left[value] -= 1
+
+    def recompute(targets: Sequence[int]) -> None:
+        equations = _missing(targets, reads, maker, is_backward, done)
+        if not equations:
+            return
+        made = {value for i in equations for value in makes[i]}
+        inputs = dict.fromkeys(v for i in equations for v in reads[i] if v not in made)
+        if not inputs:  # made from nothing (an iota): there is nothing to hold back
+            evaluate(Group(equations))
+            return
+        settled = tuple(v for v in dict.fromkeys(fresh) if uses_left.get(v, 0) > 0)
+        fresh.clear()
+        tied = frozenset(settled)
+        unsettled = tuple(v for v in inputs if v not in tied)
+        evaluate(Group(equations, unsettled, settled))
+
+    for i, backward in enumerate(is_backward):
+        if backward:
+            recompute(reads[i])
+            evaluate(Group((i,)))
+    recompute(results)
+    return groups
+
+
+def _missing(
+    targets: Sequence[int],
+    reads: Sequence[Sequence[int]],
+    maker: dict[int, int],
+    is_backward: Sequence[bool],
+    done: Container[int],
+) -> tuple[int, ...]:
+    """Recomputing equations that `targets` depend on and that are not done, in order."""
+    found: set[int] = set()
+    stack = list(targets)
+    while stack:
+        equation = maker.get(stack.pop())
+        if equation is None or equation in done or equation in found:
+            continue
+        if is_backward[equation]:
+            continue
+        found.add(equation)
+        stack.extend(reads[equation])
+    return tuple(sorted(found))
+
+
+def _count_uses(
+    reads: Sequence[Sequence[int]],
+    maker: dict[int, int],
+    is_backward: Sequence[bool],
+    results: Sequence[int],
+) -> dict[int, int]:
+    """How many reads of each value the schedule will make, results included."""
+    backward = [i for i, back in enumerate(is_backward) if back]
+    roots = [*results, *(value for i in backward for value in reads[i])]
+    live = [*backward, *_missing(roots, reads, maker, is_backward, ())]
+    uses: dict[int, int] = defaultdict(int)
+    for value in results:
+        uses[value] += 1
+    for i in live:
+        for value in reads[i]:
+            uses[value] += 1
+    return uses
