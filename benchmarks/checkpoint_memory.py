@@ -423,10 +423,10 @@ def parse_arguments() -> argparse.Namespace:
         help="measure only this; may be repeated",
     )
     parser.add_argument(
-        "--repeats", type=int, default=5, help="builds of each variant (default: 5)"
+        "--repeats", type=int, help="builds of each variant (default: 5; quick: 1)"
     )
     parser.add_argument(
-        "--steps", type=int, default=9, help="steps of each variant (default: 9)"
+        "--steps", type=int, help="steps of each variant (default: 9; quick: 3)"
     )
     parser.add_argument("--quick", action="store_true", help="small models")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
@@ -436,6 +436,10 @@ def parse_arguments() -> argparse.Namespace:
         help="exit with 1 if a requirement on memory or FLOPs is missed",
     )
     options = parser.parse_args()
+    if options.repeats is None:
+        options.repeats = 1 if options.quick else 5
+    if options.steps is None:
+        options.steps = 3 if options.quick else 9
     if options.repeats < 1 or options.steps < 1:
         parser.error("--repeats and --steps take a number of at least 1")
     return options

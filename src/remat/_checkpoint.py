@@ -279,7 +279,7 @@ def remat_dce(used, eqn):
     if not any(used) and not eqn.effects:
         return [False] * len(eqn.invars), None
     params = eqn.params
-    jaxpr, used_inputs = dce(params["jaxpr"], used)
+    jaxpr, used_inputs = dce(params["jaxpr"], tuple(used))
     if not any(used_inputs) and not any(used) and not jaxpr.effects:
         return [False] * len(eqn.invars), None
     num_known = len(eqn.invars) - params["num_linear"]
@@ -299,7 +299,7 @@ def remat_dce(used, eqn):
         like=eqn,
         effects=jaxpr.effects,
     )
-    return used_inputs, new_eqn
+    return list(used_inputs), new_eqn
 
 
 register_dce(remat_p, remat_dce)

@@ -7,7 +7,7 @@ and what happens where it is missing.
 import inspect
 import os
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -137,10 +137,18 @@ def evaluate(jaxpr: ClosedJaxpr, *operands: Any) -> list[Any]:
     return core.jaxpr_as_fun(jaxpr)(*operands)
 
 
-def dce(jaxpr: ClosedJaxpr, used: Sequence[bool]) -> tuple[ClosedJaxpr, list[bool]]:
-    """Drop unused outputs, then dead equations; also which operands are still used."""
+@lru_cache(maxsize=1024)
+def dce(
+    jaxpr: ClosedJaxpr, used: tuple[bool, ...]
+) -> tuple[ClosedJaxpr, tuple[bool, ...]]:
+    """Drop unused outputs, then dead equations; also which operands are still used.
+
+    Cached, since all that is derived from a jaxpr is kept by its identity.
+    """
     live, used_inputs = pe.dce_jaxpr(jaxpr.jaxpr, list(used), instantiate=False)
-    return ClosedJaxpr(live, ()), list(used_inputs)
+    if all(used) and all(used_inputs) and len(live.eqns) == len(jaxpr.eqns):
+        return jaxpr, (True,) * len(used_inputs)
+    return ClosedJaxpr(live, ()), tuple(used_inputs)
 
 
 def register_dce(

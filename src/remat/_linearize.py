@@ -17,7 +17,7 @@ Because policies are applied after linearization, they see inside the forward ru
 four that it was made from.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -87,13 +87,46 @@ def linearize(jaxpr: ClosedJaxpr, nonzero: tuple[bool, ...]) -> Linearized:
     return linearized
 
 
-@lru_cache(maxsize=256)
-def _linearize(
-    jaxpr: ClosedJaxpr, nonzero: tuple[bool, ...], context: Any
-) -> Linearized:
-    del context
+Derivative = Callable[..., tuple[list[Any], list[Any], list[Any]]]
+
+
+def _by_jvp(f: Any, primals: list[Any], tangents: list[Any]) -> Any:
+    """`jax.jvp`: the cheaper way, where no equation mixes primals with tangents."""
+    outs, out_tangents, others = jax.jvp(f, primals, tangents, has_aux=True)
+    return outs, out_tangents, others
+
+
+def _by_linearize(f: Any, primals: list[Any], tangents: list[Any]) -> Any:
+    """`jax.linearize`, which splits loops and branches in two."""
+    outs, linear_map, others = jax.linearize(f, *primals, has_aux=True)
+    return outs, linear_map(*tangents), others
+
+
+def holds_program(eqn: JaxprEqn) -> bool:
+    """Whether the derivative of `eqn` may be one equation for primal and tangent both.
+
+    That is so for whatever evaluates a program of its own (loops, branches, kernels),
+    except where its rule takes the two apart. Reductions and scatters only combine two
+    scalars by theirs.
+    """
+    if eqn.primitive.name in _TAKEN_APART or eqn.primitive.name.startswith(
+        ("reduce", "scatter", "select_and")
+    ):
+        return False
+    return any(True for _ in jaxprs_in_params(eqn.params))
+
+
+_TAKEN_APART = frozenset({"remat", "custom_jvp_call", "custom_vjp_call", "custom_lin"})
+
+
+def _trace_derivative(
+    jaxpr: ClosedJaxpr,
+    nonzero: Sequence[bool],
+    differentiable: Sequence[bool],
+    derivative: Derivative,
+) -> tuple[ClosedJaxpr, list[Any]]:
+    """Trace operands, tangents -> outputs, tangents of the differentiable outputs."""
     in_avals = jaxpr.in_avals
-    differentiable = [is_differentiable(aval) for aval in jaxpr.out_avals]
     tangent_avals = [
         aval.to_tangent_aval() for aval, nz in zip(in_avals, nonzero, strict=True) if nz
     ]
@@ -102,25 +135,41 @@ def _linearize(
         primals, tangents = args[: len(in_avals)], args[len(in_avals) :]
 
         def of_differentiated(*differentiated: Any) -> tuple[list[Any], list[Any]]:
-            values = iter(differentiated)
-            operands = [
-                next(values) if nz else x
-                for x, nz in zip(primals, nonzero, strict=True)
-            ]
-            outs = evaluate(jaxpr, *operands)
-            return _partition(outs, differentiable)
+            operands = _merge(differentiated, inactive, nonzero)
+            return _partition(evaluate(jaxpr, *operands), differentiable)
 
-        active = [x for x, nz in zip(primals, nonzero, strict=True) if nz]
-        outs, linear_map, others = jax.linearize(
-            of_differentiated, *active, has_aux=True
+        active, inactive = _partition(primals, nonzero)
+        outs, out_tangents, others = derivative(
+            of_differentiated, active, list(tangents)
         )
-        merged = _merge(outs, others, differentiable)
-        return [*merged, *linear_map(*tangents)]
+        return [*_merge(outs, others, differentiable), *out_tangents]
 
     joint, consts = trace(
         primals_and_tangents, [*in_avals, *tangent_avals], jaxpr.jaxpr.debug_info
     )
-    joint = without_dead_equations(flatten(joint))
+    return flatten(joint), consts
+
+
+@lru_cache(maxsize=256)
+def _linearize(
+    jaxpr: ClosedJaxpr, nonzero: tuple[bool, ...], context: Any
+) -> Linearized:
+    del context
+    in_avals = jaxpr.in_avals
+    differentiable = [is_differentiable(aval) for aval in jaxpr.out_avals]
+    joint, consts = None, []
+    if not any(holds_program(eqn) for eqn in jaxpr.eqns):
+        joint, consts = _trace_derivative(jaxpr, nonzero, differentiable, _by_jvp)
+        num_tangents = sum(nonzero)
+        is_linear = depends_on(joint.eqns, joint.jaxpr.invars[-num_tangents:])
+        if any(
+            linear and holds_program(eqn)
+            for eqn, linear in zip(joint.eqns, is_linear, strict=True)
+        ):
+            joint = None  # a derivative rule has a loop that computes both at once
+    if joint is None:
+        joint, consts = _trace_derivative(jaxpr, nonzero, differentiable, _by_linearize)
+    joint = without_dead_equations(joint)
     invars, outvars = joint.jaxpr.invars, joint.jaxpr.outvars
     num_primals = len(consts) + len(in_avals)
     primals, tangents = invars[:num_primals], invars[num_primals:]
@@ -275,7 +324,7 @@ def asks(policy: Policy, eqn: JaxprEqn) -> bool:
 
 def without_dead_equations(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     """`jaxpr` less the equations that no result needs; all its operands stay."""
-    live, _ = dce(jaxpr, [True] * len(jaxpr.out_avals))
+    live, _ = dce(jaxpr, (True,) * len(jaxpr.out_avals))
     return build_jaxpr(
         jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars, live.eqns, jaxpr.jaxpr.debug_info
     )

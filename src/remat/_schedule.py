@@ -17,12 +17,12 @@ class Group:
 
     Attributes:
         equations: numbers of the equations, in order of evaluation.
-        inputs: values from before the group that its recomputation starts from. The
-            group must read them as they come out of the barrier.
-        settled: values made since the last barrier that are still needed. The barrier
-            waits for them, and all that follows reads them as they come out of it.
-            Without that a compiler may postpone what makes them, and so keep alive
+        inputs: values from before the group that its recomputation starts from.
+        settled: values made since the last barrier that are still needed. Without them
+            in the barrier a compiler may postpone what makes them, and so keep alive
             what they are made from.
+
+    The group and all that follows read both as they come out of the barrier.
     """
 
     equations: tuple[int, ...]
@@ -39,16 +39,23 @@ def just_in_time(
     reads: Sequence[Sequence[int]],
     makes: Sequence[Sequence[int]],
     is_backward: Sequence[bool],
+    is_cheap: Sequence[bool],
     cotangents: Sequence[int],
     results: Sequence[int],
 ) -> list[Group]:
     """Evaluate each recomputation right before the first equation that needs it.
+
+    A lone cheap equation that starts from values held back by an earlier barrier gets no
+    barrier of its own: a compiler can't merge it with the first evaluation, and fuses it
+    with what uses it. Longer groups keep theirs, even if all in them is cheap; without,
+    the peak of a GPT is 18 MiB of 94 higher.
 
     Args:
         reads: for each equation, the values it reads.
         makes: for each equation, the values it makes.
         is_backward: for each equation, whether it depends on a cotangent. The others
             recompute; they must not depend on backward equations.
+        is_cheap: for each equation, whether a compiler would fuse it with its use.
         cotangents: the operands that the first barrier has to wait for.
         results: values that are needed at the end.
 
@@ -60,6 +67,7 @@ def just_in_time(
     """
     maker = {value: i for i, values in enumerate(makes) for value in values}
     uses_left = _count_uses(reads, maker, is_backward, results)
+    held_back = set(cotangents)
     done: set[int] = set()
     fresh: list[int] = list(cotangents)
     groups: list[Group] = []
@@ -69,6 +77,7 @@ def just_in_time(
         for equation in group.equations:
             done.add(equation)
             fresh.extend(makes[equation])
+            held_back.update(makes[equation])
             for value in reads[equation]:
                 uses_left[value] -= 1
 
@@ -78,13 +87,15 @@ def just_in_time(
             return
         made = {value for i in equations for value in makes[i]}
         inputs = dict.fromkeys(v for i in equations for v in reads[i] if v not in made)
-        if not inputs:  # made from nothing (an iota): there is nothing to hold back
+        lone = len(equations) == 1 and is_cheap[equations[0]]
+        if not inputs or (lone and held_back.issuperset(inputs)):
             evaluate(Group(equations))
             return
         settled = tuple(v for v in dict.fromkeys(fresh) if uses_left.get(v, 0) > 0)
         fresh.clear()
         tied = frozenset(settled)
         unsettled = tuple(v for v in inputs if v not in tied)
+        held_back.update(unsettled)
         evaluate(Group(equations, unsettled, settled))
 
     for i, backward in enumerate(is_backward):

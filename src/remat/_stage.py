@@ -16,6 +16,18 @@ from remat._jax import ClosedJaxpr, JaxprEqn, Literal, build_jaxpr, new_equation
 from remat._schedule import Group, just_in_time
 
 
+# Primitives that compilers fuse with what uses their result, at next to no cost.
+CHEAP = frozenset(
+    """
+    abs acos add add_any and asin atan atan2 broadcast_in_dim cbrt ceil clamp
+    convert_element_type copy cos cosh div eq erf erf_inv exp exp2 expand_dims expm1
+    floor ge gt integer_pow iota is_finite le log log1p logistic lt max min mul name ne
+    neg not nextafter one_minus_square or pow real imag reduce_precision rem reshape
+    round rsqrt select_n sign sin sinh sqrt square squeeze stop_gradient sub tan tanh xor
+    """.split()
+)
+
+
 def depends_on(eqns: Sequence[JaxprEqn], sources: Sequence[Var]) -> list[bool]:
     """For each equation, whether it depends on a value in `sources`."""
     reached = set(sources)
@@ -69,6 +81,7 @@ def staged(
         [numbers(eqn.invars) for eqn in eqns],
         [numbers(eqn.outvars) for eqn in eqns],
         is_backward,
+        [eqn.primitive.name in CHEAP for eqn in eqns],
         numbers(cotangents),
         numbers(jaxpr.jaxpr.outvars),
     )
@@ -82,29 +95,22 @@ def _emit(
     current: dict[Var, Var] = {}  # what a value is called after the barriers so far
     emitted: list[JaxprEqn] = []
 
-    def read(atom: Var | Literal, names: dict[Var, Var]) -> Var | Literal:
-        return atom if isinstance(atom, Literal) else names.get(atom, atom)
+    def read(atom: Var | Literal) -> Var | Literal:
+        return atom if isinstance(atom, Literal) else current.get(atom, atom)
 
     for group in groups:
-        names = current
-        tied_inputs = [values[i] for i in group.inputs if i not in untied]
-        settled = [values[i] for i in group.settled]
-        if tied_inputs or (group.has_barrier and not group.inputs):
-            tied = [*settled, *tied_inputs]
+        tied = [values[i] for i in group.settled]
+        tied += [values[i] for i in group.inputs if i not in untied]
+        if group.has_barrier and (len(tied) > len(group.settled) or not group.inputs):
             outs = [Var(v.aval) for v in tied]
-            operands = [read(v, current) for v in tied]
-            first = jaxpr.eqns[group.equations[0]]
+            operands = [read(v) for v in tied]
+            place = jaxpr.eqns[group.equations[0]]
             emitted.append(
-                new_equation(optimization_barrier_p, operands, outs, {}, like=first)
+                new_equation(optimization_barrier_p, operands, outs, {}, like=place)
             )
-            current.update(zip(settled, outs[: len(settled)], strict=True))
-            # The originals of the inputs stay in use elsewhere: only the group itself
-            # has to wait.
-            names = current | dict(
-                zip(tied_inputs, outs[len(settled) :], strict=True)
-            )
+            current.update(zip(tied, outs, strict=True))
         for i in group.equations:
             eqn = jaxpr.eqns[i]
-            emitted.append(eqn.replace(invars=[read(v, names) for v in eqn.invars]))
-    outvars = [read(v, current) for v in jaxpr.jaxpr.outvars]
+            emitted.append(eqn.replace(invars=[read(v) for v in eqn.invars]))
+    outvars = [read(v) for v in jaxpr.jaxpr.outvars]
     return build_jaxpr(jaxpr.jaxpr.invars, outvars, emitted, jaxpr.jaxpr.debug_info)
