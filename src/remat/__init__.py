@@ -2,10 +2,37 @@
 
 from remat import _barriers
 from remat import _policies as policies
-from remat._checkpoint import checkpoint as checkpoint
-from remat._checkpoint import checkpoint_name as checkpoint_name
+from remat._checkpoint import checkpoint, checkpoint_name
+from remat._errors import (
+    BarrierWarning,
+    NameArgumentError,
+    PolicyError,
+    RematError,
+    StaticArgumentError,
+    TracedValueError,
+    UnknownNameWarning,
+    UnsupportedError,
+)
 
-_barriers.keep_on_cpu()
+__version__ = "0.1.0"
+__all__ = [
+    "BarrierWarning",
+    "NameArgumentError",
+    "PolicyError",
+    "RematError",
+    "StaticArgumentError",
+    "TracedValueError",
+    "UnknownNameWarning",
+    "UnsupportedError",
+    "checkpoint",
+    "checkpoint_name",
+    "checkpoint_policies",
+    "policies",
+    "remat",
+]
 
 remat = checkpoint
 checkpoint_policies = policies
+
+# Before the first backend starts, or it has no effect.
+_barriers.keep_on_cpu()

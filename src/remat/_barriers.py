@@ -1,6 +1,6 @@
 """Keeping optimization barriers alive on CPUs with jaxlib before 0.11.
 
-There the CPU compiler expands barriers before it eliminates common subexpressions, which
+There the CPU compiler expands barriers before it eliminates common subexpressions. That
 undoes every rematerialization, `jax.checkpoint` included. Disabling the pass that does
 so, named `cse_barrier_expander`, brings them back. XLA reads its flags when its first
 backend starts, so the flag has to be set before; importing remat does that.
@@ -13,10 +13,8 @@ import warnings
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 
-import jax
-
 from remat._errors import BarrierWarning, caller_stacklevel
-from remat._jax import JAXLIB_VERSION, backends_started
+from remat._jax import JAXLIB_VERSION, backends_started, platforms_setting
 
 SWITCH = "REMAT_SET_XLA_FLAGS"
 PASS = "cse_barrier_expander"
@@ -72,7 +70,7 @@ def warn_if_deleted() -> None:
 
 
 def _other_platform_possible() -> bool:
-    platforms = jax.config.jax_platforms or os.environ.get("JAX_PLATFORMS", "")
+    platforms = platforms_setting() or os.environ.get("JAX_PLATFORMS", "")
     if platforms:
         return platforms != "cpu"
     return find_spec("libtpu") is not None or bool(entry_points(group="jax_plugins"))

@@ -21,7 +21,6 @@ from functools import lru_cache, partial, wraps
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from remat import _barriers
@@ -36,7 +35,6 @@ from remat._jax import (
     ClosedJaxpr,
     batch,
     dce,
-    evaluate,
     lower_inline,
     lowers_for_cpu,
     name_p,
@@ -48,12 +46,9 @@ from remat._jax import (
 )
 from remat._linearize import linearize, names_in, split, without_dead_equations
 from remat._policies import Policy, check_policy, saved_names
+from remat._primitive import remat_p
 from remat._stage import staged as stage
 from remat._trace import TracedCall, static_spec, trace_call
-
-remat_p = Primitive("remat")
-remat_p.multiple_results = True
-
 
 # Evaluation. Outside of `jit` each call is compiled as one computation, so that the
 # intermediate values of a backward pass can be freed and staging has its effect.
@@ -179,9 +174,7 @@ def remat_transpose(
             *active,
             jaxpr=transposed,
             prevent_cse=(
-                (False,) * len(consts)
-                + keep_apart
-                + (any(prevent_cse),) * len(active)
+                (False,) * len(consts) + keep_apart + (any(prevent_cse),) * len(active)
             ),
             staged=True,
             **params,
@@ -421,7 +414,7 @@ def _keep_apart(prevent_cse: Any, call: TracedCall) -> tuple[bool, ...]:
     return (False,) * (num_operands - len(flags)) + tuple(flags)
 
 
-def checkpoint_name(x: Any, name: str = None) -> Any:  # pyright: ignore[reportArgumentType]
+def checkpoint_name(x: Any, name: str | None = None) -> Any:
     """Return `x`, its arrays named `name` for policies to refer to.
 
     Args:
@@ -433,8 +426,8 @@ def checkpoint_name(x: Any, name: str = None) -> Any:  # pyright: ignore[reportA
     """
     if name is None:
         raise NameArgumentError(
-            "remat.checkpoint_name got no name. Pass the value and then its name, as in "
-            'checkpoint_name(x, "x").'
+            "remat.checkpoint_name got no name. Pass the value and then its name, as "
+            'in checkpoint_name(x, "x").'
         )
     if not isinstance(name, str):
         raise NameArgumentError(

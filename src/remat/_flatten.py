@@ -1,6 +1,6 @@
 """Inlining of calls, so that policies and staging see single equations.
 
-`jax.numpy` wraps much of what it does in `jit`; a policy has to see the products inside.
+`jax.numpy` wraps much of what it does in `jit`; a policy has to see the products in it.
 """
 
 from collections.abc import Sequence

@@ -3,6 +3,8 @@
 No other module touches `jax._src` (a test holds this). Each use says why it is here,
 and what happens where it is missing.
 """
+# Which names exist depends on the version of JAX, not on that of the type checker's.
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
 
 import inspect
 import os
@@ -11,27 +13,18 @@ from functools import lru_cache, partial
 from typing import Any
 
 import jax
+import jaxlib
 from jax.extend import core, linear_util
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import closed_call_p, jit_p, name_p
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
-__all__ = [
-    "ClosedJaxpr",
-    "DebugInfo",
-    "Jaxpr",
-    "JaxprEqn",
-    "Literal",
-    "Var",
-    "jit_p",
-    "closed_call_p",
-    "name_p",
-]
+__all__ = ["ClosedJaxpr", "DebugInfo", "JaxprEqn", "Literal", "Var", "name_p"]
 
 JAXLIB_VERSION: tuple[int, ...] = tuple(
     int("".join(c for c in part if c.isdigit()) or 0)
-    for part in jax.lib.__version__.split(".")[:3]
+    for part in jaxlib.__version__.split(".")[:3]
 )
 
 
@@ -164,7 +157,7 @@ def register_dce(
     if len(takes) == 2:
         pe.dce_rules[primitive] = rule
     else:
-        pe.dce_rules[primitive] = lambda used, live, eqn: rule(used, eqn)
+        pe.dce_rules[primitive] = lambda used, live, eqn: rule(used, eqn)  # pyright: ignore[reportArgumentType]
 
 
 def lower_inline(ctx: Any, jaxpr: ClosedJaxpr, operands: Sequence[Any]) -> Any:
@@ -265,28 +258,36 @@ def ref_effects(jaxpr: ClosedJaxpr) -> bool:
     )
 
 
+try:
+    # Private; without it the public settings below are the key of what is traced.
+    from jax._src.config import trace_context as _trace_context
+except ImportError:
+    _trace_context = None
+
+try:
+    # Private; without it a backend is taken as started.
+    from jax._src.xla_bridge import backends_are_initialized as _backends_initialized
+except ImportError:
+    _backends_initialized = None
+
+
 def trace_context() -> Hashable:
-    """The ambient settings that tracing depends on (precision, x64, mesh, axes).
+    """The ambient settings that tracing depends on (precision, x64, mesh, axes)."""
+    if _trace_context is not None:
+        return _trace_context()
+    return (
+        jax.config.jax_enable_x64,
+        jax.config.jax_default_matmul_precision,
+        jax.config.jax_numpy_dtype_promotion,
+        core.get_opaque_trace_state(),
+    )
 
-    Private in JAX; without it the settings below, public ones, are the key.
-    """
-    try:
-        from jax._src.config import trace_context as ambient
 
-        return ambient()
-    except ImportError:
-        return (
-            jax.config.jax_enable_x64,
-            jax.config.jax_default_matmul_precision,
-            jax.config.jax_numpy_dtype_promotion,
-            core.get_opaque_trace_state(),
-        )
+def platforms_setting() -> str:
+    """The platforms that JAX was told to use, comma-separated; '' for any."""
+    return jax.config.jax_platforms or ""
 
 
 def backends_started() -> bool:
-    """Whether XLA has read its flags. Not public; taken as started where unknown."""
-    try:
-        from jax._src.xla_bridge import backends_are_initialized
-    except ImportError:
-        return True
-    return backends_are_initialized()
+    """Whether XLA has read its flags."""
+    return _backends_initialized is None or _backends_initialized()

@@ -23,6 +23,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.extend.core import Var, jaxprs_in_params
 
 from remat._flatten import flatten
@@ -38,6 +39,7 @@ from remat._jax import (
     trace_context,
 )
 from remat._policies import Policy, is_saveable, nothing_saveable
+from remat._primitive import remat_p
 from remat._stage import depends_on
 
 
@@ -81,8 +83,8 @@ def linearize(jaxpr: ClosedJaxpr, nonzero: tuple[bool, ...]) -> Linearized:
     """Linearize `jaxpr` in the operands marked in `nonzero`."""
     context = trace_context()
     linearized = _linearize(jaxpr, nonzero, context)
-    if any(isinstance(c, jax.core.Tracer) for c in linearized.consts):
-        # A derivative rule closed over a tracer, which is no longer valid the next time.
+    if any(isinstance(c, Tracer) for c in linearized.consts):
+        # A derivative rule closed over a tracer, which is only valid this time.
         return _linearize.__wrapped__(jaxpr, nonzero, context)
     return linearized
 
@@ -109,14 +111,14 @@ def holds_program(eqn: JaxprEqn) -> bool:
     except where its rule takes the two apart. Reductions and scatters only combine two
     scalars by theirs.
     """
-    if eqn.primitive.name in _TAKEN_APART or eqn.primitive.name.startswith(
-        ("reduce", "scatter", "select_and")
-    ):
+    name = eqn.primitive.name
+    if eqn.primitive is remat_p or name in _TAKEN_APART or name.startswith(_COMBINING):
         return False
     return any(True for _ in jaxprs_in_params(eqn.params))
 
 
-_TAKEN_APART = frozenset({"remat", "custom_jvp_call", "custom_vjp_call", "custom_lin"})
+_TAKEN_APART = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_lin"})
+_COMBINING = ("reduce", "scatter", "select_and")
 
 
 def _trace_derivative(
@@ -182,9 +184,7 @@ def _linearize(
     out_tangents = [next(given) if diff else None for diff in differentiable]
     return Linearized(
         tuple(consts),
-        build_jaxpr(
-            primals, outvars[:num_outs], primal_eqns, joint.jaxpr.debug_info
-        ),
+        build_jaxpr(primals, outvars[:num_outs], primal_eqns, joint.jaxpr.debug_info),
         tuple(linear_eqns),
         tuple(tangents),
         tuple(

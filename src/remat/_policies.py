@@ -64,7 +64,9 @@ class DotsSaveable:
         return self.batch_dims and prim is conv_general_dilated_p
 
     def __repr__(self) -> str:
-        return "dots_saveable" if self.batch_dims else "dots_with_no_batch_dims_saveable"
+        if self.batch_dims:
+            return "dots_saveable"
+        return "dots_with_no_batch_dims_saveable"
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ def check_policy(policy: object) -> None:
         save_any_names_but_these: 'save_any_names_but_these("name")',
         save_from_both_policies: "save_from_both_policies(first, second)",
     }
-    if isinstance(policy, Callable) and policy in factories.keys():  # pyright: ignore
+    if isinstance(policy, Callable) and policy in factories:  # pyright: ignore
         raise PolicyError(
             f"remat.checkpoint got policy={policy.__name__}, which makes a policy but "
             f"is none itself. Call it: policy=remat.policies.{factories[policy]}."

@@ -45,10 +45,10 @@ def just_in_time(
 ) -> list[Group]:
     """Evaluate each recomputation right before the first equation that needs it.
 
-    A lone cheap equation that starts from values held back by an earlier barrier gets no
-    barrier of its own: a compiler can't merge it with the first evaluation, and fuses it
+    A lone cheap equation that starts from values held back by an earlier barrier gets
+    none of its own: a compiler can't merge it with the first evaluation, and fuses it
     with what uses it. Longer groups keep theirs, even if all in them is cheap; without,
-    the peak of a GPT is 18 MiB of 94 higher.
+    the peak of a GPT is 112 MiB instead of 94.
 
     Args:
         reads: for each equation, the values it reads.
@@ -113,7 +113,7 @@ def _missing(
     is_backward: Sequence[bool],
     done: Container[int],
 ) -> tuple[int, ...]:
-    """Recomputing equations that `targets` depend on and that are not done, in order."""
+    """Recomputing equations that `targets` need and that are not done, in order."""
     found: set[int] = set()
     stack = list(targets)
     while stack:

@@ -1,9 +1,9 @@
 """Tracing a Python function to a program, once for each kind of arguments.
 
-A trace is kept for as long as the function lives and is used again for arguments of the
-same types. It is not where that could be wrong: where it closed over a tracer, where the
-function is a method or another object that may have changed, or where a variable that it
-closes over was bound anew.
+A trace is kept for as long as the function lives and is used again for arguments of
+the same types. It is not where that could be wrong: where it closed over a tracer,
+where the function is a method or another object that may have changed, or where a
+variable that it closes over was bound anew.
 """
 
 import inspect
@@ -15,11 +15,15 @@ from types import FunctionType
 from typing import Any
 
 import jax
-from jax.tree_util import PyTreeDef, keystr
+from jax.core import Tracer
+from jax.tree_util import keystr
 
 from remat._errors import StaticArgumentError, TracedValueError, UnsupportedError
 from remat._flatten import flatten
 from remat._jax import ClosedJaxpr, DebugInfo, is_ref, ref_effects, trace, trace_context
+
+# The class of `jax.tree.structure(x)` is no type to a type checker.
+TreeDef = Any
 
 
 @dataclass(frozen=True)
@@ -145,8 +149,8 @@ class TracedCall:
 
     jaxpr: ClosedJaxpr
     consts: tuple[Any, ...]
-    in_tree: PyTreeDef
-    out_tree: PyTreeDef
+    in_tree: TreeDef
+    out_tree: TreeDef
     arg_names: tuple[str, ...]
 
 
@@ -184,7 +188,7 @@ def trace_call(
     if kept is not None and key in kept:
         return kept[key], leaves
     call = _trace_anew(fun, static, in_tree, avals)
-    if kept is not None and not any(isinstance(c, jax.core.Tracer) for c in call.consts):
+    if kept is not None and not any(isinstance(c, Tracer) for c in call.consts):
         kept[key] = call
     return call, leaves
 
@@ -192,12 +196,12 @@ def trace_call(
 def _trace_anew(
     fun: Callable[..., Any],
     static: Mapping[int | str, Any],
-    in_tree: PyTreeDef,
+    in_tree: TreeDef,
     avals: Sequence[Any],
 ) -> TracedCall:
     positions = jax.tree.unflatten(in_tree, range(len(avals)))
     names = _argument_names(fun, *positions)
-    out_tree: PyTreeDef | None = None
+    out_tree: TreeDef | None = None
 
     def flat(*leaves: Any) -> list[Any]:
         nonlocal out_tree
@@ -236,7 +240,7 @@ def _kept_traces(fun: Callable[..., Any]) -> dict[Hashable, TracedCall] | None:
     if entry is None or any(
         a is not b for a, b in zip(entry[0], closed_over, strict=True)
     ):
-        if any(isinstance(x, jax.core.Tracer) for x in closed_over):
+        if any(isinstance(x, Tracer) for x in closed_over):
             return None  # keeping it would keep the tracer alive, for no later use
         entry = _traces[fun] = (closed_over, {})
     return entry[1]
@@ -345,16 +349,15 @@ def _traced_value(
         guilty = [n for n in names if n in tail.replace(",", " ").split()]
     roots = list(dict.fromkeys(n.split("[")[0].split(".")[0] for n in guilty or names))
     which = (
-        f"the value of the argument{'s' if len(guilty) > 1 else ''} "
-        f"{', '.join(guilty)}"
+        f"the value of the argument{'s' if len(guilty) > 1 else ''} {', '.join(guilty)}"
         if guilty
         else f"a value computed from its arguments ({', '.join(names)})"
     )
     shown = repr(roots[0]) if len(roots) == 1 else repr(tuple(roots))
     return TracedValueError(
         f"The function {_source(fun)}, given to remat.checkpoint, needs {which} in "
-        "Python (in an `if`, a shape or an index), but it is traced, so it has none. If "
-        "it is a flag or a size rather than data, make it static: "
+        "Python (in an `if`, a shape or an index), but it is traced, so it has none. "
+        "If it is a flag or a size rather than data, make it static: "
         f"remat.checkpoint({function_name(fun)}, static_argnames={shown}), or "
         "static_argnums with its position. If it is data, use jax.lax.cond or "
         "jnp.where."
