@@ -13,6 +13,7 @@ from remat._errors import (
     UnknownNameWarning,
     UnsupportedError,
 )
+from remat._residuals import Residual, print_saved_residuals, saved_residuals
 
 __version__ = "0.1.0"
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "NameArgumentError",
     "PolicyError",
     "RematError",
+    "Residual",
     "StaticArgumentError",
     "TracedValueError",
     "UnknownNameWarning",
@@ -28,7 +30,9 @@ __all__ = [
     "checkpoint_name",
     "checkpoint_policies",
     "policies",
+    "print_saved_residuals",
     "remat",
+    "saved_residuals",
 ]
 
 remat = checkpoint

@@ -61,6 +61,8 @@ def _compiled(**params: Any) -> Any:
 
 @remat_p.def_impl
 def remat_impl(*operands, **params):
+    if jax.config.read("jax_disable_jit"):
+        return evaluate(params["jaxpr"], *operands)
     return _compiled(**params)(*operands)
 
 

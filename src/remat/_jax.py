@@ -106,12 +106,41 @@ def called_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr | None:
     return params["jaxpr"] if plain else None
 
 
+def source_location(eqn: JaxprEqn) -> tuple[str, str] | None:
+    """Where in the user's own code `eqn` was made: `file:line`, and that in words."""
+    traceback = eqn.source_info.traceback
+    if traceback is None or _user_frames is None:
+        return None
+    for frame in _user_frames(traceback):
+        if not frame.file_name.startswith((_JAX_FOLDER, _OWN_FOLDER)):
+            source = f"{frame.file_name}:{frame.start_line}"
+            return source, f"{source} ({frame.function_name})"
+    return None
+
+
+try:
+    # Private: what JAX itself prints in its messages. Without it no place is told.
+    from jax._src.source_info_util import user_frames as _user_frames
+except ImportError:
+    _user_frames = None
+
+
+def num_bytes(aval: Any) -> int:
+    """The size of values of type `aval`; random keys count what they are made of."""
+    dtype = aval.dtype
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        data = jax.eval_shape(jax.random.key_data, aval)
+        return num_bytes(data)
+    return aval.size * dtype.itemsize
+
+
 def is_in_jax(path: str) -> bool:
     """Whether a source file belongs to JAX itself rather than to its user."""
     return path.startswith(_JAX_FOLDER)
 
 
 _JAX_FOLDER = os.path.dirname(jax.__file__) + os.sep
+_OWN_FOLDER = os.path.dirname(__file__) + os.sep
 
 
 def with_consts_as_operands(closed: ClosedJaxpr) -> ClosedJaxpr:
