@@ -35,6 +35,8 @@ from remat._jax import (
     ClosedJaxpr,
     batch,
     dce,
+    evaluate,
+    jit_disabled,
     lower_inline,
     lowers_for_cpu,
     name_p,
@@ -61,7 +63,7 @@ def _compiled(**params: Any) -> Any:
 
 @remat_p.def_impl
 def remat_impl(*operands, **params):
-    if jax.config.read("jax_disable_jit"):
+    if jit_disabled():
         return evaluate(params["jaxpr"], *operands)
     return _compiled(**params)(*operands)
 

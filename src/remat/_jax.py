@@ -312,6 +312,11 @@ def trace_context() -> Hashable:
     )
 
 
+def jit_disabled() -> bool:
+    """Whether the user asked for evaluation step by step, as in a debugger."""
+    return bool(jax.config.jax_disable_jit)
+
+
 def platforms_setting() -> str:
     """The platforms that JAX was told to use, comma-separated; '' for any."""
     return jax.config.jax_platforms or ""

@@ -128,7 +128,7 @@ def residual_table(residuals: list[Residual]) -> str:
         (
             human_bytes(r.nbytes),
             f"{100 * r.nbytes / max(total, 1):.1f} %",
-            r.aval.str_short(),
+            r.aval.str_short(short_dtypes=True),
             r.description,
         )
         for r in largest_first
@@ -189,8 +189,9 @@ def _origin(
         for u, outer in zip(inner.jaxpr.invars, eqn.invars, strict=True)
     }
     index = eqn.outvars.index(v)
-    found = _origin(inner.jaxpr.outvars[index], inner, inner_operands)
-    if eqn.primitive is scan_p and index >= eqn.params["num_carry"]:
+    result = inner.jaxpr.outvars[index]
+    found = _origin(result, inner, inner_operands)
+    if v.aval.shape != result.aval.shape:
         return _Origin(
             f"{found.description}, stacked by a scan of length {eqn.params['length']}",
             found.name,
