@@ -24,6 +24,7 @@ import jax
 from jax.interpreters import ad, batching, mlir
 
 from remat import _barriers
+from remat._arguments import shown, static_spec
 from remat._errors import (
     NameArgumentError,
     RematError,
@@ -50,7 +51,7 @@ from remat._linearize import linearize, names_in, split, without_dead_equations
 from remat._policies import Policy, check_policy, saved_names
 from remat._primitive import remat_p
 from remat._stage import staged as stage
-from remat._trace import TracedCall, static_spec, trace_call
+from remat._trace import TracedCall, trace_call
 
 # Evaluation. Outside of `jit` each call is compiled as one computation, so that the
 # intermediate values of a backward pass can be freed and staging has its effect.
@@ -250,7 +251,9 @@ def _warn_of_unknown_names(jaxpr: ClosedJaxpr, nonzero: tuple[bool, ...], policy
     wanted = saved_names(policy)
     if not wanted:
         return
-    found = names_in(linearize(jaxpr, nonzero).primal) | names_in(jaxpr)
+    linearized = linearize(jaxpr, nonzero)
+    found = names_in(jaxpr.eqns) | names_in(linearized.primal.eqns)
+    found |= names_in(linearized.linear)  # in nested checkpoints
     unknown = wanted - found
     if unknown:
         listed = ", ".join(repr(n) for n in sorted(unknown))
@@ -260,10 +263,11 @@ def _warn_of_unknown_names(jaxpr: ClosedJaxpr, nonzero: tuple[bool, ...], policy
             else "No value of the function is named; name one with "
             "remat.checkpoint_name(x, name)"
         )
+        occur, it = ("occurs", "it") if len(unknown) == 1 else ("occur", "them")
         function = jaxpr.jaxpr.debug_info.func_src_info
         warnings.warn(
-            f"The policy {policy!r} names {listed}, which occurs nowhere in the "
-            f"function {function}, so nothing is saved for it. {present}.",
+            f"The policy {policy!r} names {listed}, which {occur} nowhere in the "
+            f"function {function}, so nothing is saved for {it}. {present}.",
             UnknownNameWarning,
             stacklevel=caller_stacklevel(),
         )
@@ -329,9 +333,10 @@ def checkpoint(
             equation of the linearized function. None saves nothing but the arguments.
         prevent_cse: whether to keep the compiler from merging the recomputation with
             the first computation, which would undo the saving. A bool, or a pytree of
-            bools that is a prefix of the positional arguments (of the pair of them and
-            the keyword arguments, where there are any). Where it is False no barrier is
-            emitted for that argument; only set it where nothing can be merged.
+            bools that is a prefix of the positional arguments that aren't static (where
+            there are keyword arguments: of the pair of both). Where it is False no
+            barrier is emitted for that argument; only set it where nothing can be
+            merged.
         static_argnums: positions of arguments that are Python values rather than data.
             They must be hashable.
         static_argnames: names of such arguments. Either may be passed by position or by
@@ -401,7 +406,8 @@ def _keep_apart(prevent_cse: Any, call: TracedCall) -> tuple[bool, ...]:
         return (prevent_cse,) * num_operands
     leaves = range(call.in_tree.num_leaves)
     args, kwargs = jax.tree.unflatten(call.in_tree, leaves)
-    full = (tuple(args), kwargs) if kwargs else tuple(args)
+    args = tuple(x for i, x in enumerate(args) if i not in call.static_positions)
+    full = (args, kwargs) if kwargs else args
     prefix = tuple(prevent_cse) if isinstance(prevent_cse, list) else prevent_cse
     try:
         flags = jax.tree.leaves(jax.tree.broadcast(prefix, full))
@@ -409,7 +415,8 @@ def _keep_apart(prevent_cse: Any, call: TracedCall) -> tuple[bool, ...]:
         raise RematError(
             f"remat.checkpoint got prevent_cse={prevent_cse!r}, which is no prefix of "
             "the arguments. Pass True, False, or a tuple with an entry for each "
-            "positional argument: a bool, or a container of bools like the argument."
+            "positional argument that isn't static: a bool, or a container of bools "
+            "like the argument."
         ) from error
     if not all(isinstance(flag, bool) for flag in flags):
         raise RematError(
@@ -435,7 +442,17 @@ def checkpoint_name(x: Any, name: str | None = None) -> Any:
         )
     if not isinstance(name, str):
         raise NameArgumentError(
-            f"remat.checkpoint_name got name={name!r} of type {type(name).__name__}. "
-            'Pass the value and then its name as a string: checkpoint_name(x, "x").'
+            f"remat.checkpoint_name got name={shown(name)} of type "
+            f"{type(name).__name__}. Pass the value and then its name as a string: "
+            'checkpoint_name(x, "x").'
         )
+    for leaf in jax.tree.leaves(x):
+        try:
+            jax.typeof(leaf)
+        except TypeError:
+            raise NameArgumentError(
+                f"remat.checkpoint_name got {shown(leaf)} of type "
+                f"{type(leaf).__name__} in x, to be named {name!r}. Only arrays, and "
+                "containers of arrays, can be named."
+            ) from None
     return jax.tree.map(lambda leaf: name_p.bind(leaf, name=name), x)

@@ -284,7 +284,7 @@ def saved_values(
     copies = {
         eqn.invars[0]: eqn.outvars[0]
         for i, eqn in reversed([*enumerate(eqns)])
-        if eqn.primitive is name_p and may_save(i)
+        if eqn.primitive is name_p and isinstance(eqn.invars[0], Var) and may_save(i)
     }
     saved: set[Var] = set()
     renamed: dict[Var, Var] = {}
@@ -338,14 +338,14 @@ def _rename(eqn: JaxprEqn, names: dict[Var, Var]) -> JaxprEqn:
     return eqn
 
 
-def names_in(jaxpr: Any) -> frozenset[str]:
-    """The names that `checkpoint_name` gave to values in `jaxpr`, at any depth."""
+def names_in(eqns: Iterable[JaxprEqn]) -> frozenset[str]:
+    """The names that `checkpoint_name` gave to values in `eqns`, at any depth."""
     found: set[str] = set()
-    for eqn in jaxpr.eqns:
+    for eqn in eqns:
         if eqn.primitive is name_p:
             found.add(eqn.params["name"])
         for inner in jaxprs_in_params(eqn.params):
-            found |= names_in(inner)
+            found |= names_in(inner.eqns)
     return frozenset(found)
 
 

@@ -149,17 +149,17 @@ def save_from_both_policies(first: Policy, second: Policy) -> SaveFromBothPolici
     Raises:
         PolicyError: one of them is not callable.
     """
-    for position, policy in (("first", first), ("second", second)):
-        if not callable(policy):
+    for policy in (first, second):
+        if policy is None:
             raise PolicyError(
-                f"save_from_both_policies got {policy!r} as its {position} policy, "
-                "which is not callable. Pass a policy from remat.policies or a "
-                "function policy(prim, *avals, **params) -> bool."
+                "save_from_both_policies got None for a policy. Pass "
+                "remat.policies.nothing_saveable for a policy that saves nothing."
             )
+        check_policy(policy, "save_from_both_policies")
     return SaveFromBothPolicies(first, second)
 
 
-def check_policy(policy: object) -> None:
+def check_policy(policy: object, caller: str = "remat.checkpoint") -> None:
     """Raise unless `policy` is None or something that can be asked.
 
     The factories (`save_only_these_names` and its like) are callable, so passing one
@@ -172,12 +172,12 @@ def check_policy(policy: object) -> None:
     }
     if isinstance(policy, Callable) and policy in factories:  # pyright: ignore
         raise PolicyError(
-            f"remat.checkpoint got policy={policy.__name__}, which makes a policy but "
+            f"{caller} got policy={policy.__name__}, which makes a policy but "
             f"is none itself. Call it: policy=remat.policies.{factories[policy]}."
         )
     if isinstance(policy, type):
         raise PolicyError(
-            f"remat.checkpoint got policy={policy.__name__}, which is a class. Pass an "
+            f"{caller} got policy={policy.__name__}, which is a class. Pass an "
             "instance of it."
         )
     if policy is not None and not callable(policy):
@@ -188,10 +188,19 @@ def check_policy(policy: object) -> None:
             else ""
         )
         raise PolicyError(
-            f"remat.checkpoint got policy={policy!r}, which is not callable. Pass a "
+            f"{caller} got policy={policy!r}, which is not callable. Pass a "
             "policy from remat.policies, a function policy(prim, *avals, **params) -> "
             f"bool, or None to save nothing.{hint}"
         )
+    try:
+        hash(policy)
+    except TypeError:
+        raise PolicyError(
+            f"{caller} got policy={policy!r} of type {type(policy).__name__}, which "
+            "can't be hashed, but what is derived by a policy is kept under it. Make "
+            "its class a frozen dataclass (@dataclass(frozen=True)), or give it a "
+            "__hash__ that agrees with its __eq__."
+        ) from None
 
 
 def is_saveable(policy: Policy, answer: object) -> bool:

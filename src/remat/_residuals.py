@@ -7,6 +7,7 @@ from typing import Any
 from jax.extend.core import Var
 from jax.extend.core.primitives import jit_p, scan_p
 
+from remat._arguments import static_spec
 from remat._jax import (
     ClosedJaxpr,
     JaxprEqn,
@@ -17,7 +18,7 @@ from remat._jax import (
 )
 from remat._linearize import is_differentiable, linearize
 from remat._primitive import remat_p
-from remat._trace import static_spec, trace_call
+from remat._trace import trace_call
 
 
 class Residual(tuple[Any, str]):
@@ -191,7 +192,7 @@ def _origin(
     index = eqn.outvars.index(v)
     result = inner.jaxpr.outvars[index]
     found = _origin(result, inner, inner_operands)
-    if v.aval.shape != result.aval.shape:
+    if v.aval.str_short() != result.aval.str_short():
         return _Origin(
             f"{found.description}, stacked by a scan of length {eqn.params['length']}",
             found.name,

@@ -1,0 +1,235 @@
+"""The arguments of a function: what they are called, and which are static."""
+
+import inspect
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from remat._errors import StaticArgumentError
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One array among the arguments of a call.
+
+    Attributes:
+        where: the position of the argument it belongs to, or its keyword.
+        path: what the user calls the array, as in `params['w']`.
+    """
+
+    where: int | str
+    path: str
+
+
+def function_name(fun: Callable[..., Any]) -> str:
+    """What to call `fun` in a message."""
+    while isinstance(fun, partial):
+        fun = fun.func
+    return getattr(fun, "__name__", None) or type(fun).__name__
+
+
+def argument_name(fun: Callable[..., Any], where: int | str) -> str:
+    """What the user calls the argument at a position, or of a name."""
+    if isinstance(where, str):
+        return where
+    parameters = _parameters(fun) or []
+    positional = [
+        p
+        for p in parameters
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+    for i, p in enumerate(positional):
+        if p.kind is p.VAR_POSITIONAL:
+            return f"{p.name}[{where - i}]"
+        if i == where:
+            return p.name
+    return f"number {where}"
+
+
+def flat_arguments(
+    fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Argument, ...]:
+    """The arrays in `args` and `kwargs`, in the order of `jax.tree.leaves`."""
+    trees = [*enumerate(args), *((name, kwargs[name]) for name in sorted(kwargs))]
+    return tuple(
+        Argument(where, argument_name(fun, where) + keystr(path))
+        for where, tree in trees
+        for path, _ in tree_flatten_with_path(tree)[0]
+    )
+
+
+def static_remedy(fun: Callable[..., Any], wheres: Iterable[int | str]) -> str:
+    """The keyword arguments of `checkpoint` that make the arguments at `wheres` static.
+
+    Positional-only ones and those of `*args` can't be given by name.
+    """
+    by_name = {
+        p.name
+        for p in _parameters(fun) or ()
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
+    nums, names = [], []
+    for where in dict.fromkeys(wheres):
+        name = argument_name(fun, where)
+        if isinstance(where, str) or name in by_name:
+            names.append(name)
+        else:
+            nums.append(where)
+    return ", ".join(
+        f"{keyword}={(values[0] if len(values) == 1 else tuple(values))!r}"
+        for keyword, values in (("static_argnums", nums), ("static_argnames", names))
+        if values
+    )
+
+
+def _parameters(fun: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    try:
+        return list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):  # some callables written in C
+        return None
+
+
+def source(fun: Callable[..., Any]) -> str:
+    """`name at file:line`, the form that JAX reads in its own messages."""
+    inner = inspect.unwrap(fun)
+    while isinstance(inner, partial):
+        inner = inner.func
+    code = getattr(inner, "__code__", None)
+    name = function_name(fun)
+    return f"{name} at {code.co_filename}:{code.co_firstlineno}" if code else name
+
+
+def shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+@dataclass(frozen=True)
+class StaticSpec:
+    """Which arguments of a function are static, by position and by name."""
+
+    positions: frozenset[int]
+    names: frozenset[str]
+    num_named: int = 0
+    """How many positional parameters have a name of their own."""
+
+    def split(
+        self, fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[dict[int | str, Any], list[Any], dict[str, Any]]:
+        """The static arguments, then the others; None stands for static positions.
+
+        Raises:
+            StaticArgumentError: a static argument can't be hashed, or the call has none
+                at its position.
+        """
+        positions = set()
+        for p in self.positions:
+            if not -len(args) <= p < max(len(args), self.num_named):
+                raise StaticArgumentError(
+                    f"{function_name(fun)} was called with {len(args)} positional "
+                    f"arguments, but static_argnums has {p}, which is out of range. "
+                    "Positions count from 0."
+                )
+            positions.add(p % len(args) if p < 0 else p)
+        static: dict[int | str, Any] = {
+            i: x for i, x in enumerate(args) if i in positions
+        }
+        static |= {name: x for name, x in kwargs.items() if name in self.names}
+        for where, value in static.items():
+            try:
+                hash(value)
+            except TypeError:
+                label = argument_name(fun, where)
+                raise StaticArgumentError(
+                    f"The static argument {label} of {function_name(fun)} is "
+                    f"{shown(value)} of type {type(value).__name__}, which can't be "
+                    "hashed. Static arguments are part of the key under which a trace "
+                    "is kept: pass a hashable value (a tuple instead of a list, a "
+                    "frozen dataclass instead of a dict), or make the argument an "
+                    "ordinary one."
+                ) from None
+        dynamic = [None if i in static else x for i, x in enumerate(args)]
+        named = {name: x for name, x in kwargs.items() if name not in static}
+        return static, dynamic, named
+
+
+def static_spec(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int],
+    argnames: str | Iterable[str],
+) -> StaticSpec:
+    """Check `static_argnums` and `static_argnames`, and make them one.
+
+    An argument given by position is static when it is passed by name, and the other way
+    around.
+
+    Raises:
+        StaticArgumentError: a position or a name that the function doesn't have, or
+            something that is neither.
+    """
+    caller = f"remat.checkpoint({function_name(fun)})"
+    nums = _indices(argnums)
+    if nums is None:
+        raise StaticArgumentError(
+            f"{caller} got static_argnums={argnums!r}. Pass one position or a sequence "
+            "of positions, as integers."
+        )
+    names = (argnames,) if isinstance(argnames, str) else argnames
+    if not isinstance(names, Iterable) or not all(isinstance(n, str) for n in names):
+        raise StaticArgumentError(
+            f"{caller} got static_argnames={argnames!r}. Pass one argument name or "
+            "several, as strings."
+        )
+    names = tuple(names)
+    positions, named = set(nums), set(names)
+    parameters = _parameters(fun)
+    if parameters is None:
+        return StaticSpec(frozenset(positions), frozenset(named))
+    positional = [
+        p.name
+        for p in parameters
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    takes_any_position = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    takes_any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    by_name = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} | {
+        p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD
+    }
+    for n in tuple(positions):
+        if not takes_any_position and not -len(positional) <= n < len(positional):
+            raise StaticArgumentError(
+                f"{caller} got static_argnums={argnums!r}, but the function takes "
+                f"{len(positional)} positional arguments ({', '.join(positional)}), so "
+                f"{n} is out of range. Positions count from 0."
+            )
+        if not takes_any_position and n < 0:
+            positions.discard(n)
+            positions.add(n + len(positional))
+    for n in tuple(positions):
+        if 0 <= n < len(positional) and positional[n] in by_name:
+            named.add(positional[n])
+    for name in names:
+        if name in positional:
+            positions.add(positional.index(name))
+        elif name not in by_name and not takes_any_name:
+            known = ", ".join(p.name for p in parameters)
+            raise StaticArgumentError(
+                f"{caller} got static_argnames={argnames!r}, but the function has no "
+                f"argument {name!r}. Its arguments are {known}."
+            )
+    return StaticSpec(frozenset(positions), frozenset(named), len(positional))
+
+
+def _indices(argnums: Any) -> tuple[int, ...] | None:
+    """`argnums` as integers; None if some are none. A bool is no position."""
+    values = argnums if isinstance(argnums, list | tuple | set | range) else (argnums,)
+    if any(isinstance(v, bool) for v in values):
+        return None
+    try:
+        return tuple(operator.index(v) for v in values)
+    except TypeError:
+        return None
