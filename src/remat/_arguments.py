@@ -65,13 +65,9 @@ def flat_arguments(
 def static_remedy(fun: Callable[..., Any], wheres: Iterable[int | str]) -> str:
     """The keyword arguments of `checkpoint` that make the arguments at `wheres` static.
 
-    Positional-only ones and those of `*args` can't be given by name.
+    Those of `*args` have no names.
     """
-    by_name = {
-        p.name
-        for p in _parameters(fun) or ()
-        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    }
+    by_name = {p.name for p in _parameters(fun) or () if p.kind is not p.VAR_POSITIONAL}
     nums, names = [], []
     for where in dict.fromkeys(wheres):
         name = argument_name(fun, where)
@@ -131,7 +127,7 @@ class StaticSpec:
             if not -len(args) <= p < max(len(args), self.num_named):
                 raise StaticArgumentError(
                     f"{function_name(fun)} was called with {len(args)} positional "
-                    f"arguments, but static_argnums has {p}, which is out of range. "
+                    f"arguments, and static_argnums={p} is out of their range. "
                     "Positions count from 0."
                 )
             positions.add(p % len(args) if p < 0 else p)

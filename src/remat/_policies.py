@@ -149,57 +149,72 @@ def save_from_both_policies(first: Policy, second: Policy) -> SaveFromBothPolici
     Raises:
         PolicyError: one of them is not callable.
     """
-    for policy in (first, second):
-        if policy is None:
-            raise PolicyError(
-                "save_from_both_policies got None for a policy. Pass "
-                "remat.policies.nothing_saveable for a policy that saves nothing."
-            )
-        check_policy(policy, "save_from_both_policies")
+    check_policy(first, "first")
+    check_policy(second, "second")
     return SaveFromBothPolicies(first, second)
 
 
-def check_policy(policy: object, caller: str = "remat.checkpoint") -> None:
-    """Raise unless `policy` is None or something that can be asked.
+def check_policy(policy: object, position: str | None = None) -> None:
+    """Raise unless `policy` is something that can be asked.
 
     The factories (`save_only_these_names` and its like) are callable, so passing one
     uncalled would otherwise only fail deep inside a trace.
+
+    Args:
+        policy: what was passed, to `checkpoint` or to `save_from_both_policies`.
+        position: to which argument of the latter. The former may also have none.
+
+    Raises:
+        PolicyError: it is no policy, or can't be hashed.
     """
+    if position is None:
+        start, end, keyword = "remat.checkpoint got policy=", "", "policy="
+        if policy is None:
+            return
+    else:
+        start, end = "save_from_both_policies got ", f" as its {position} policy"
+        keyword = ""
     factories = {
-        save_only_these_names: 'save_only_these_names("name")',
-        save_any_names_but_these: 'save_any_names_but_these("name")',
-        save_from_both_policies: "save_from_both_policies(first, second)",
+        save_only_these_names: '("name")',
+        save_any_names_but_these: '("name")',
+        save_from_both_policies: "(first, second)",
     }
-    if isinstance(policy, Callable) and policy in factories:  # pyright: ignore
-        raise PolicyError(
-            f"{caller} got policy={policy.__name__}, which makes a policy but "
-            f"is none itself. Call it: policy=remat.policies.{factories[policy]}."
-        )
+    for factory, arguments in factories.items():
+        if policy is factory:
+            name = factory.__name__
+            raise PolicyError(
+                f"{start}{name}{end}, which makes a policy but is none itself. Call "
+                f"it: {keyword}remat.policies.{name}{arguments}."
+            )
     if isinstance(policy, type):
         raise PolicyError(
-            f"{caller} got policy={policy.__name__}, which is a class. Pass an "
-            "instance of it."
+            f"{start}{policy.__name__}{end}, which is a class. Pass an instance of it."
         )
-    if policy is not None and not callable(policy):
+    if not callable(policy):
+        function = "a function policy(prim, *avals, **params) -> bool"
+        accepted = (
+            f"Pass a policy from remat.policies or {function}."
+            if position
+            else f"Pass a policy from remat.policies, {function}, or None to save "
+            "nothing."
+        )
         hint = (
-            f" To save the values with that name, pass policy="
+            f" To save the values with that name, pass {keyword}"
             f"remat.policies.save_only_these_names({policy!r})."
-            if isinstance(policy, str)
+            if isinstance(policy, str) and not position
             else ""
         )
         raise PolicyError(
-            f"{caller} got policy={policy!r}, which is not callable. Pass a "
-            "policy from remat.policies, a function policy(prim, *avals, **params) -> "
-            f"bool, or None to save nothing.{hint}"
+            f"{start}{policy!r}{end}, which is not callable. {accepted}{hint}"
         )
     try:
         hash(policy)
     except TypeError:
         raise PolicyError(
-            f"{caller} got policy={policy!r} of type {type(policy).__name__}, which "
-            "can't be hashed, but what is derived by a policy is kept under it. Make "
-            "its class a frozen dataclass (@dataclass(frozen=True)), or give it a "
-            "__hash__ that agrees with its __eq__."
+            f"{start}{policy!r}{end}, which can't be hashed, but what is derived by a "
+            "policy is kept under it. Make its class a frozen dataclass "
+            "(@dataclass(frozen=True)), or give it a __hash__ that agrees with its "
+            "__eq__."
         ) from None
 
 

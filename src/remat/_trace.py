@@ -94,7 +94,7 @@ def trace_call(
     for leaf in leaves:
         try:
             avals.append(jax.typeof(leaf))
-        except TypeError:
+        except (TypeError, OverflowError):
             raise _not_an_array(fun, leaf, dynamic, named) from None
     kept = _kept_traces(fun, _closed_over(fun))
     # Equal static values of different types (1, 1.0, True) are different arguments.
@@ -147,6 +147,12 @@ def _trace_anew(
         if _NEEDS_VALUE not in str(error):
             raise
         raise _traced_value(fun, arguments, error) from error
+    except jax.errors.NonConcreteBooleanIndexError as error:
+        raise TracedValueError(
+            f"The function {source(fun)}, given to remat.checkpoint, indexes with a "
+            "mask that is traced, so the size of the result isn't known. Use "
+            "jnp.where(mask, x, fill) to keep the size, or jnp.nonzero with size=."
+        ) from error
     if any(is_ref(jax.typeof(c)) for c in consts):
         raise _mutable("closes over a mutable Ref", fun)
     if ref_effects(jaxpr):
@@ -276,10 +282,12 @@ def _traced_value(
     names = ", ".join(a.path for a in guilty)
     plural = "s" if len(guilty) > 1 else ""
     remedy = static_remedy(fun, (a.where for a in guilty))
+    by_position = (
+        "" if "static_argnums" in remedy else ", or static_argnums with its position"
+    )
     return TracedValueError(
         f"{start}the value of the argument{plural} {names} {reason} none. "
         "If it is a flag or a size rather than data, make it static: "
-        f"remat.checkpoint({function_name(fun)}, {remedy}) (static_argnames takes "
-        "names, static_argnums positions). If it is data, use jax.lax.cond or "
-        "jnp.where."
+        f"remat.checkpoint({function_name(fun)}, {remedy}){by_position}. "
+        "If it is data, use jax.lax.cond or jnp.where."
     )
