@@ -14,9 +14,18 @@ PACKAGE = pathlib.Path(remat.__file__).parent
 # A module imports only from the layers below its own, and within its layer only from
 # the modules listed before it. A module of a subpackage has a dotted name here.
 LAYERS: dict[int, tuple[str, ...]] = {
-    0: ("_errors", "_jax"),
+    0: ("_errors", "_jax", "_barriers"),
     1: ("_schedule",),
-    3: ("_policies", "_flatten", "_trace", "_linearize", "_stage", "_checkpoint"),
+    3: (
+        "_primitive",
+        "_policies",
+        "_flatten",
+        "_arguments",
+        "_trace",
+        "_stage",
+        "_linearize",
+        "_checkpoint",
+    ),
     5: ("_residuals",),
     7: ("__init__",),
 }
