@@ -277,12 +277,12 @@ def _warn_of_unknown_names(jaxpr: ClosedJaxpr, nonzero: tuple[bool, ...], policy
 
 
 def remat_dce(used, eqn):
+    if all(used):
+        return [True] * len(eqn.invars), eqn
     if not any(used) and not eqn.effects:
         return [False] * len(eqn.invars), None
     params = eqn.params
     jaxpr, used_inputs = dce(params["jaxpr"], tuple(used))
-    if not any(used_inputs) and not any(used) and not jaxpr.effects:
-        return [False] * len(eqn.invars), None
     num_known = len(eqn.invars) - params["num_linear"]
     new_params = dict(
         params,

@@ -57,10 +57,11 @@ class DotsSaveable:
     batch_dims: bool
 
     def __call__(self, prim: Primitive, *avals: Any, **params: Any) -> bool:
-        del avals
         if prim is dot_general_p:
             _, (lhs_batch, rhs_batch) = params["dimension_numbers"]
             return self.batch_dims or not (lhs_batch or rhs_batch)
+        if prim.name == "scaled_matmul_wrapper":  # jax.nn.scaled_matmul, not public
+            return self.batch_dims or avals[0].shape[0] == 1
         return self.batch_dims and prim is conv_general_dilated_p
 
     def __repr__(self) -> str:
