@@ -27,17 +27,20 @@ _warned = False
 def keep_on_cpu() -> None:
     """Set the flag that keeps barriers alive, where it is needed and does no harm."""
     global _why_deleted
-    if JAXLIB_VERSION >= (0, 11) or PASS in os.environ.get("XLA_FLAGS", ""):
+    flags = os.environ.get("XLA_FLAGS", "").strip()
+    if JAXLIB_VERSION >= (0, 11) or PASS in flags:
         return
     if os.environ.get(SWITCH, "1").lower() in ("0", "false", "no", "off"):
         return
     if backends_started():
         _why_deleted = "JAX had already started its backend when remat was imported"
+    elif flags and not flags.startswith("--"):
+        _why_deleted = "XLA_FLAGS names a file of flags, which remat leaves alone"
     elif _other_platform_possible():
         # The flag is one for all backends, and GPU compilers need the pass.
         _why_deleted = "remat sets XLA flags only where no accelerator plugin is found"
     else:
-        os.environ["XLA_FLAGS"] = with_pass_disabled(os.environ.get("XLA_FLAGS", ""))
+        os.environ["XLA_FLAGS"] = with_pass_disabled(flags)
 
 
 def with_pass_disabled(flags: str) -> str:

@@ -80,9 +80,10 @@ def remat_lowering(
 ):
     del params
     if staged:
-        jaxpr = stage(jaxpr, num_linear, prevent_cse)
-        if lowers_for_cpu(ctx):
+        with_barriers = stage(jaxpr, num_linear, prevent_cse)
+        if with_barriers is not jaxpr and lowers_for_cpu(ctx):
             _barriers.warn_if_deleted()
+        jaxpr = with_barriers
     return lower_inline(ctx, jaxpr, operands)
 
 

@@ -281,11 +281,15 @@ def saved_values(
     eqns = primal.eqns
     maker = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
     may_save = cache(lambda index: asks(policy, eqns[index]))
-    copies = {
-        eqn.invars[0]: eqn.outvars[0]
-        for i, eqn in reversed([*enumerate(eqns)])
-        if eqn.primitive is name_p and isinstance(eqn.invars[0], Var) and may_save(i)
-    }
+    original: dict[Var, Var] = {}  # what a named value is a copy of
+    copies: dict[Var, Var] = {}  # for an original, its first copy that may be saved
+    for i, eqn in enumerate(eqns):
+        if eqn.primitive is name_p and isinstance(source := eqn.invars[0], Var):
+            root = original[eqn.outvars[0]] = original.get(source, source)
+            if root not in maker:
+                copies[root] = root  # an operand is there in any case
+            elif root not in copies and may_save(i):
+                copies[root] = eqn.outvars[0]
     saved: set[Var] = set()
     renamed: dict[Var, Var] = {}
     recomputed: set[int] = set()
@@ -296,9 +300,10 @@ def saved_values(
         if v in seen or v not in maker:
             continue
         seen.add(v)
-        if v in copies:
-            renamed[v] = copies[v]
-            stack.append(copies[v])
+        copy = copies.get(original.get(v, v), v)
+        if copy is not v:
+            renamed[v] = copy
+            stack.append(copy)
         elif may_save(maker[v]):
             saved.add(v)
         else:
@@ -331,11 +336,11 @@ def without_dead_equations(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _rename(eqn: JaxprEqn, names: dict[Var, Var]) -> JaxprEqn:
-    while any(isinstance(v, Var) and v in names for v in eqn.invars):
-        eqn = eqn.replace(
-            invars=[names.get(v, v) if isinstance(v, Var) else v for v in eqn.invars]
-        )
-    return eqn
+    if not any(isinstance(v, Var) and v in names for v in eqn.invars):
+        return eqn
+    return eqn.replace(
+        invars=[names.get(v, v) if isinstance(v, Var) else v for v in eqn.invars]
+    )
 
 
 def names_in(eqns: Iterable[JaxprEqn]) -> frozenset[str]:

@@ -2,16 +2,16 @@
 
 A trace is kept for as long as the function lives and is used again for arguments of
 the same types. It is not where that could be wrong: where it closed over a tracer,
-where the function is a method or another object that may have changed, or where a
-variable that it closes over was bound anew.
+where the function is a method or another object that may have changed, or where
+something that it reads besides its arguments is no longer the same.
 """
 
 import re
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from types import FunctionType
+from functools import lru_cache, partial
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import jax
@@ -59,7 +59,7 @@ class TracedCall:
 
 @dataclass(eq=False)
 class _Kept:
-    """The traces of a function, and what it closed over when they were made.
+    """The traces of a function, and what it read when they were made.
 
     They are an attribute of the function rather than in a table of ours, so that the
     garbage collector sees cycles: a trace may hold what holds the function. `owner`
@@ -67,7 +67,7 @@ class _Kept:
     """
 
     owner: weakref.ref[Any]
-    closed_over: tuple[Any, ...]
+    reads: tuple[Any, ...]
     traces: dict[Hashable, TracedCall]
 
 
@@ -96,22 +96,21 @@ def trace_call(
             avals.append(jax.typeof(leaf))
         except (TypeError, OverflowError):
             raise _not_an_array(fun, leaf, dynamic, named) from None
-    kept = _kept_traces(fun, _closed_over(fun))
+    kept = _kept_traces(fun, _reads(fun))
     # Equal static values of different types (1, 1.0, True) are different arguments.
     static_key = tuple((where, _typed(x)) for where, x in static.items())
     key = (static_key, in_tree, tuple(avals), trace_context())
     if kept is not None and key in kept.traces:
         return kept.traces[key], leaves
     call = _trace_anew(fun, static, in_tree, avals)
-    # Tracing may itself bind a variable anew, a counter for example.
-    closed_over = _closed_over(fun)
-    if closed_over is not None and not any(
-        isinstance(c, Tracer) for c in (*call.consts, *closed_over)
+    reads = _reads(fun)  # after tracing, which may count itself in a variable
+    if reads is not None and not any(
+        isinstance(x, Tracer) for x in (*call.consts, *reads)
     ):
         if kept is None:
-            kept = _Kept(weakref.ref(fun), closed_over, {})
+            kept = _Kept(weakref.ref(fun), reads, {})
             setattr(fun, _KEPT, kept)
-        kept.closed_over = closed_over
+        kept.reads = reads
         kept.traces[key] = call
     return call, leaves
 
@@ -168,35 +167,69 @@ def _trace_anew(
     )
 
 
-def _closed_over(fun: Callable[..., Any]) -> tuple[Any, ...] | None:
-    """What `fun` closes over; None where that can't be told, or may change inside."""
+def _reads(fun: Callable[..., Any]) -> tuple[Any, ...] | None:
+    """What `fun` reads besides its arguments: closure, globals, defaults.
+
+    Containers and plain objects are followed by one level, closed-over functions into
+    their closures. None for a callable that may keep its state anywhere else.
+    """
     while isinstance(fun, partial):
         fun = fun.func
     if not isinstance(fun, FunctionType):
         return None
-    return tuple(_contents(cell) for cell in fun.__closure__ or ())
+    names = _global_names(fun.__code__)
+    read = [fun.__globals__[name] for name in names if name in fun.__globals__]
+    read += [*(fun.__defaults__ or ()), *(fun.__kwdefaults__ or {}).values()]
+    seen: set[int] = set()
+    functions = [fun]
+    while functions:
+        closure = functions.pop().__closure__ or ()
+        for cell in closure:
+            if id(cell) in seen:
+                continue
+            seen.add(id(cell))
+            try:
+                read.append(cell.cell_contents)
+            except ValueError:  # not bound yet
+                continue
+            if isinstance(read[-1], FunctionType):
+                functions.append(read[-1])
+    inside = [x for value in read for x in _inside(value)]
+    return (*read, *inside)
+
+
+@lru_cache(maxsize=1024)
+def _global_names(code: CodeType) -> tuple[str, ...]:
+    inner = (c for c in code.co_consts if isinstance(c, CodeType))
+    return (*code.co_names, *(name for c in inner for name in _global_names(c)))
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    match value:
+        case dict():
+            return (*value.keys(), *value.values())
+        case list() | tuple() | set() | frozenset():
+            return tuple(value)
+        case type() | ModuleType() | FunctionType() | jax.Array():
+            return ()
+        case _:
+            return tuple(getattr(value, "__dict__", {}).values())
 
 
 def _kept_traces(
-    fun: Callable[..., Any], closed_over: tuple[Any, ...] | None
+    fun: Callable[..., Any], reads: tuple[Any, ...] | None
 ) -> _Kept | None:
-    """The traces of `fun` that were made with the same closed-over values."""
+    """The traces of `fun` that were made when it read the same values."""
     kept = getattr(fun, _KEPT, None)
     if (
-        closed_over is None
+        reads is None
         or not isinstance(kept, _Kept)
         or kept.owner() is not fun
-        or any(a is not b for a, b in zip(kept.closed_over, closed_over, strict=True))
+        or len(kept.reads) != len(reads)
+        or any(a is not b for a, b in zip(kept.reads, reads, strict=True))
     ):
         return None
     return kept
-
-
-def _contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not bound yet
-        return None
 
 
 def _typed(value: Any) -> Hashable:
