@@ -175,14 +175,12 @@ def test_nothing_to_differentiate(args):
 
 
 def test_argument_that_is_no_array():
-    with pytest.raises(
-        remat.UnsupportedError, match="The argument mode of f is 'fast'"
-    ):
+    def f(x, mode):
+        del mode
+        return x
 
-        def f(x, mode):
-            del mode
-            return x
-
+    message = "The argument mode of f is 'fast'"
+    with pytest.raises(remat.UnsupportedError, match=message):
         saved_residuals(f, X, mode="fast")
 
 

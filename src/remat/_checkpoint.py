@@ -21,6 +21,7 @@ from functools import lru_cache, partial, wraps
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.interpreters import ad, batching, mlir
 
 from remat import _barriers
@@ -37,12 +38,13 @@ from remat._jax import (
     batch,
     dce,
     evaluate,
-    jit_disabled,
     lower_inline,
     lowers_for_cpu,
     name_p,
     new_equation,
     register_dce,
+    register_to_low,
+    to_low,
     trace,
     trace_context,
     transpose,
@@ -58,14 +60,19 @@ from remat._trace import TracedCall, trace_call
 
 
 @lru_cache(maxsize=1024)
-def _compiled(**params: Any) -> Any:
-    return jax.jit(partial(remat_p.bind, **params))
+def _compiled(**params: Any) -> Callable[..., Any]:
+    @jax.jit
+    def compiled(*operands):
+        if any(isinstance(x, Tracer) for x in operands):
+            return remat_p.bind(*operands, **params)
+        # Not compiled: `jax.disable_jit`, or `jax.debug_nans` in search of a culprit.
+        return evaluate(params["jaxpr"], *operands)
+
+    return compiled
 
 
 @remat_p.def_impl
 def remat_impl(*operands, **params):
-    if jit_disabled():
-        return evaluate(params["jaxpr"], *operands)
     return _compiled(**params)(*operands)
 
 
@@ -88,6 +95,17 @@ def remat_lowering(
 
 
 mlir.register_lowering(remat_p, remat_lowering)
+
+
+def remat_to_low(*operands, jaxpr: ClosedJaxpr, prevent_cse, **params):
+    low, consts = to_low(jaxpr)
+    prevent_cse = (False,) * len(consts) + prevent_cse
+    return remat_p.bind(
+        *consts, *operands, jaxpr=low, prevent_cse=prevent_cse, **params
+    )
+
+
+register_to_low(remat_p, remat_to_low)
 
 
 # Batching. Whether an output is batched is left to the program: one that depends on no

@@ -33,7 +33,7 @@ def flatten(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
         jaxpr.jaxpr.invars,
         [_read(v, names) for v in jaxpr.jaxpr.outvars],
         eqns,
-        jaxpr.jaxpr.debug_info,
+        like=jaxpr.jaxpr,
     )
 
 

@@ -42,25 +42,48 @@ def trace(
     jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(wrapped, list(avals))[:3]
     # jax < 0.11 returns an open jaxpr, later ones a jaxpr that carries its constants.
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    closed = build_jaxpr(
-        [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, debug_info
-    )
-    return closed, list(consts)
+    invars = [*jaxpr.constvars, *jaxpr.invars]
+    return build_jaxpr(invars, jaxpr.outvars, jaxpr.eqns, like=jaxpr), list(consts)
 
 
 def build_jaxpr(
     invars: Sequence[Var],
     outvars: Sequence[Var | Literal],
     eqns: Sequence[JaxprEqn],
-    debug_info: DebugInfo,
+    *,
+    like: Jaxpr,
 ) -> ClosedJaxpr:
-    """A closed jaxpr without constants, its effects gathered from the equations."""
+    """A closed jaxpr without constants, its effects gathered from the equations.
+
+    It is said to come from where `like` comes from. From jax 0.12 on, it also is "high"
+    if `like` is: then some of its primitives (`custom_root` is one) have to be replaced
+    before they can be lowered.
+    """
     effects = frozenset().union(*(eqn.effects for eqn in eqns))
-    debug_info = debug_info._replace(
+    debug_info = like.debug_info._replace(
         arg_names=("",) * len(invars), result_paths=("",) * len(outvars)
     )
     jaxpr = Jaxpr((), list(invars), list(outvars), list(eqns), effects, debug_info)
+    if getattr(like, "is_high", False):
+        jaxpr = jaxpr.replace(is_high=True)
     return ClosedJaxpr(jaxpr, ())
+
+
+def register_to_low(
+    primitive: core.Primitive, rule: Callable[..., Sequence[Any]]
+) -> None:
+    """Register what replaces `primitive` where its jaxpr is "high".
+
+    The rule is called like the primitive, and binds it with the result of `to_low`.
+    """
+    primitive.is_high = lambda *avals, jaxpr, **params: getattr(jaxpr, "is_high", False)
+    primitive.to_lojax = rule
+
+
+def to_low(jaxpr: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
+    """`jaxpr` with its "high" primitives replaced, and its leading operands then."""
+    low = pe.lower_jaxpr2(jaxpr)
+    return with_consts_as_operands(low), list(low.consts)
 
 
 def new_equation(
@@ -146,12 +169,8 @@ _OWN_FOLDER = os.path.dirname(__file__) + os.sep
 def with_consts_as_operands(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The same program with its constants as leading operands."""
     jaxpr = closed.jaxpr
-    return build_jaxpr(
-        [*jaxpr.constvars, *jaxpr.invars],
-        jaxpr.outvars,
-        jaxpr.eqns,
-        jaxpr.debug_info,
-    )
+    invars = [*jaxpr.constvars, *jaxpr.invars]
+    return build_jaxpr(invars, jaxpr.outvars, jaxpr.eqns, like=jaxpr)
 
 
 def evaluate(jaxpr: ClosedJaxpr, *operands: Any) -> list[Any]:
@@ -310,11 +329,6 @@ def trace_context() -> Hashable:
         jax.config.jax_numpy_dtype_promotion,
         core.get_opaque_trace_state(),
     )
-
-
-def jit_disabled() -> bool:
-    """Whether the user asked for evaluation step by step, as in a debugger."""
-    return bool(jax.config.jax_disable_jit)
 
 
 def platforms_setting() -> str:

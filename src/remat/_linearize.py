@@ -184,7 +184,7 @@ def _linearize(
     out_tangents = [next(given) if diff else None for diff in differentiable]
     return Linearized(
         tuple(consts),
-        build_jaxpr(primals, outvars[:num_outs], primal_eqns, joint.jaxpr.debug_info),
+        build_jaxpr(primals, outvars[:num_outs], primal_eqns, like=joint.jaxpr),
         tuple(linear_eqns),
         tuple(tangents),
         tuple(
@@ -237,7 +237,7 @@ def _split(linearized: Linearized, policy: Policy | None) -> Split:
         if v not in position:  # an output that is saved is not returned twice
             position[v] = len(outs)
             outs.append(v)
-    known = build_jaxpr(primal.invars, outs, primal.eqns, primal.debug_info)
+    known = build_jaxpr(primal.invars, outs, primal.eqns, like=primal)
 
     tangent_eqns = [_rename(e, renamed) for e in (*recomputed, *linearized.linear)]
     out_tangents = [v for v in linearized.out_tangents if v is not None]
@@ -247,7 +247,7 @@ def _split(linearized: Linearized, policy: Policy | None) -> Split:
         [*saved, *(primal.invars[i] for i in needed), *linearized.tangents],
         out_tangents,
         tangent_eqns,
-        primal.debug_info,
+        like=primal,
     )
     return Split(
         linearized.consts,
@@ -331,7 +331,7 @@ def without_dead_equations(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     """`jaxpr` less the equations that no result needs; all its operands stay."""
     live, _ = dce(jaxpr, (True,) * len(jaxpr.out_avals))
     return build_jaxpr(
-        jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars, live.eqns, jaxpr.jaxpr.debug_info
+        jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars, live.eqns, like=jaxpr.jaxpr
     )
 
 

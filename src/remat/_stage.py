@@ -142,6 +142,7 @@ def staged(
         [numbers(eqn.outvars) for eqn in eqns],
         is_backward,
         [eqn.primitive.name in CHEAP for eqn in eqns],
+        [eqn.primitive.name == "broadcast_in_dim" for eqn in eqns],
         numbers(cotangents),
         numbers(jaxpr.jaxpr.outvars),
     )
@@ -180,4 +181,4 @@ def _emit(
                 # use: the halving scheme of 64 functions compiles 1.5 times as long.
                 barrier([v for v in eqn.outvars if not isinstance(v, DropVar)], eqn)
     outvars = [read(v) for v in jaxpr.jaxpr.outvars]
-    return build_jaxpr(jaxpr.jaxpr.invars, outvars, emitted, jaxpr.jaxpr.debug_info)
+    return build_jaxpr(jaxpr.jaxpr.invars, outvars, emitted, like=jaxpr.jaxpr)
