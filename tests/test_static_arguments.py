@@ -56,7 +56,7 @@ CALLS = {
         {"static_argnums": (1, -2)},
         {"static_argnames": ("count", "mode")},
         {"static_argnames": ["mode", "count"]},
-        {"static_argnames": {"mode", "count"}},
+        {"static_argnames": dict.fromkeys(["mode", "count"])},
         {"static_argnums": 1, "static_argnames": "mode"},
         {"static_argnums": (1, 2), "static_argnames": ("count", "mode")},
     ],

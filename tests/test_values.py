@@ -29,14 +29,14 @@ def as_arrays(tree):
     return jax.tree.map(jnp.asarray, tree)
 
 
-@pytest.mark.parametrize(("name", "policy"), some_policies(1))
+@pytest.mark.parametrize(("name", "policy"), some_policies(offset=1))
 def test_values(name, policy):
     fun, args = PROBLEMS[name].make(checkpoint_with(policy))
     outs = compiled(fun)(*args)
     assert_close(outs, expected(name), PROBLEMS[name].tolerance)
 
 
-@pytest.mark.parametrize(("name", "policy"), some_policies(1))
+@pytest.mark.parametrize(("name", "policy"), some_policies(offset=5))
 def test_values_eager(name, policy):
     fun, args = PROBLEMS[name].make(checkpoint_with(policy))
     outs = as_arrays(fun(*args))
