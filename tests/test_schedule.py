@@ -17,7 +17,6 @@ class Program:
     makes: tuple[tuple[int, ...], ...]
     is_backward: tuple[bool, ...]
     is_cheap: tuple[bool, ...]
-    is_broadcast: tuple[bool, ...]
     cotangents: tuple[int, ...]
     results: tuple[int, ...]
     num_operands: int
@@ -28,7 +27,6 @@ class Program:
             self.makes,
             self.is_backward,
             self.is_cheap,
-            self.is_broadcast,
             self.cotangents,
             self.results,
         )
@@ -49,7 +47,7 @@ def programs(draw) -> Program:
     num_operands = num_plain + draw(st.integers(1, 2))
     cotangents = tuple(range(num_plain, num_operands))
     plain, every = list(range(num_plain)), list(range(num_operands))
-    reads, makes, is_backward, is_cheap, is_broadcast = [], [], [], [], []
+    reads, makes, is_backward, is_cheap = [], [], [], []
     for _ in range(draw(st.integers(0, 12))):
         source = every if not plain or draw(st.booleans()) else plain
         read = tuple(draw(st.lists(st.sampled_from(source), max_size=3)))
@@ -64,13 +62,11 @@ def programs(draw) -> Program:
         makes.append(made)
         is_backward.append(backward)
         is_cheap.append(draw(st.booleans()))
-        is_broadcast.append(draw(st.booleans()))
     return Program(
         tuple(reads),
         tuple(makes),
         tuple(is_backward),
         tuple(is_cheap),
-        tuple(is_broadcast),
         cotangents,
         tuple(draw(st.lists(st.sampled_from(every), max_size=4))),
         num_operands,
@@ -140,19 +136,11 @@ def test_barriers_tie_what_was_made_since_the_last_and_is_still_needed(
 ):
     groups = program.schedule()
     made_since = list(program.cotangents)
-    broadcasts = {
-        value
-        for i, values in enumerate(program.makes)
-        if program.is_broadcast[i]
-        for value in values
-    }
     for position, group in enumerate(groups):
         if group.has_barrier:
             to_come = equations(groups[position:])
             needed = {*program.results, *(v for i in to_come for v in program.reads[i])}
-            assert group.settled == tuple(
-                v for v in made_since if v in needed and v not in broadcasts
-            )
+            assert group.settled == tuple(v for v in made_since if v in needed)
             made_since = []
         made_since += [v for i in group.equations for v in program.makes[i]]
 
@@ -184,14 +172,18 @@ def test_no_recomputation_starts_from_what_a_compiler_could_merge(program: Progr
 
 
 @given(programs())
-def test_only_a_lone_cheap_equation_does_without_a_barrier(program: Program):
+def test_only_cheap_equations_behind_a_barrier_do_without_one(program: Program):
+    held_back = set(program.cotangents)
     for group in program.schedule():
         recomputes = not program.is_backward[group.equations[0]]
         made = {v for i in group.equations for v in program.makes[i]}
         starts = {v for i in group.equations for v in program.reads[i]} - made
-        if recomputes and starts and not group.has_barrier:
-            assert len(group.equations) == 1
-            assert program.is_cheap[group.equations[0]]
+        without = all(program.is_cheap[i] for i in group.equations) and (
+            starts <= held_back
+        )
+        if recomputes and starts:
+            assert group.has_barrier != without
+        held_back |= {*group.inputs, *group.settled, *made}
 
 
 @given(programs(), st.randoms(use_true_random=False))
@@ -229,7 +221,6 @@ CHAIN = Program(
     makes=((Y,), (Z,), (DZ,), (DY,), (DX,)),
     is_backward=(False, False, True, True, True),
     is_cheap=(False,) * 5,
-    is_broadcast=(False,) * 5,
     cotangents=(CT,),
     results=(DX,),
     num_operands=3,
@@ -253,7 +244,6 @@ def test_two_chains_are_recomputed_in_turn():
         makes=((u,), (v,), (d,), (e,)),
         is_backward=(False, False, True, True),
         is_cheap=(False,) * 4,
-        is_broadcast=(False,) * 4,
         cotangents=(CT,),
         results=(e,),
         num_operands=3,
@@ -281,7 +271,6 @@ def test_lone_cheap_equation(cheap, held_back):
         makes=((u,), (v,), (d,), (e,)),
         is_backward=(False, False, True, True),
         is_cheap=(False, cheap, False, False),
-        is_broadcast=(False,) * 4,
         cotangents=(CT,),
         results=(e,),
         num_operands=3,
@@ -296,7 +285,6 @@ def test_recomputation_that_starts_from_nothing_has_no_barrier():
         makes=((u,), (d,)),
         is_backward=(False, True),
         is_cheap=(False, False),
-        is_broadcast=(False,) * 2,
         cotangents=(0,),
         results=(d,),
         num_operands=1,
@@ -312,20 +300,5 @@ def test_recomputation_for_a_result_alone_comes_last():
 
 
 def test_nothing_to_do():
-    program = Program((), (), (), (), (), cotangents=(0,), results=(0,), num_operands=1)
+    program = Program((), (), (), (), cotangents=(0,), results=(0,), num_operands=1)
     assert program.schedule() == []
-
-
-def test_broadcasts_are_not_tied():
-    # y = f(x), a broadcast of it, then what the second gradient recomputes from w.
-    program = Program(
-        reads=((X,), (3,), (CT, 4), (W,), (5, 6, 4)),
-        makes=((3,), (4,), (5,), (6,), (7,)),
-        is_backward=(False, False, True, False, True),
-        is_cheap=(False,) * 5,
-        is_broadcast=(False, True, False, False, False),
-        cotangents=(CT,),
-        results=(7, 3),
-        num_operands=3,
-    )
-    assert program.schedule()[2] == Group((3,), inputs=(W,), settled=(3, 5))

@@ -18,9 +18,9 @@ class Group:
     Attributes:
         equations: numbers of the equations, in order of evaluation.
         inputs: values from before the group that its recomputation starts from.
-        settled: values made since the last barrier that are still needed, broadcasts
-            excepted. Without them in the barrier a compiler may postpone what makes
-            them, and so keep alive what they are made from.
+        settled: values made since the last barrier that are still needed. Without them
+            in the barrier a compiler may postpone what makes them, and so keep alive
+            what they are made from.
 
     The group and all that follows read both as they come out of the barrier.
     """
@@ -40,16 +40,14 @@ def just_in_time(
     makes: Sequence[Sequence[int]],
     is_backward: Sequence[bool],
     is_cheap: Sequence[bool],
-    is_broadcast: Sequence[bool],
     cotangents: Sequence[int],
     results: Sequence[int],
 ) -> list[Group]:
     """Evaluate each recomputation right before the first equation that needs it.
 
-    A lone cheap equation that starts from values held back by an earlier barrier gets
-    none of its own: a compiler can't merge it with the first evaluation, and fuses it
-    with what uses it. Longer groups keep theirs, even if all in them is cheap; without,
-    the peak of a GPT is 112 MiB instead of 100.
+    A group has no barrier if all its equations are cheap and start from values that an
+    earlier barrier holds back: a compiler can't merge those with the first evaluation,
+    and fuses them with what uses them.
 
     Args:
         reads: for each equation, the values it reads.
@@ -57,10 +55,6 @@ def just_in_time(
         is_backward: for each equation, whether it depends on a cotangent. The others
             recompute; they must not depend on backward equations.
         is_cheap: for each equation, whether a compiler would fuse it with its use.
-        is_broadcast: for each equation, whether all it does is to repeat what it reads.
-            Its results are never tied, since that would make a compiler write them out:
-            checkpointed alone, the blocks of a narrow GPT would be above the peak of
-            `jax.checkpoint`.
         cotangents: the operands that the first barrier has to wait for.
         results: values that are needed at the end.
 
@@ -92,15 +86,11 @@ def just_in_time(
             return
         made = {value for i in equations for value in makes[i]}
         inputs = dict.fromkeys(v for i in equations for v in reads[i] if v not in made)
-        lone = len(equations) == 1 and is_cheap[equations[0]]
-        if not inputs or (lone and held_back.issuperset(inputs)):
+        cheap = all(is_cheap[i] for i in equations)
+        if not inputs or (cheap and held_back.issuperset(inputs)):
             evaluate(Group(equations))
             return
-        settled = tuple(
-            v
-            for v in dict.fromkeys(fresh)
-            if uses_left.get(v, 0) > 0 and not (v in maker and is_broadcast[maker[v]])
-        )
+        settled = tuple(v for v in dict.fromkeys(fresh) if uses_left.get(v, 0) > 0)
         fresh.clear()
         tied = frozenset(settled)
         unsettled = tuple(v for v in inputs if v not in tied)

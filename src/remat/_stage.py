@@ -142,7 +142,6 @@ def staged(
         [numbers(eqn.outvars) for eqn in eqns],
         is_backward,
         [eqn.primitive.name in CHEAP for eqn in eqns],
-        [eqn.primitive.name == "broadcast_in_dim" for eqn in eqns],
         numbers(cotangents),
         numbers(jaxpr.jaxpr.outvars),
     )
