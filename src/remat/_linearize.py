@@ -20,6 +20,7 @@ four that it was made from.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from operator import is_
 from typing import Any
 
 import jax
@@ -330,9 +331,10 @@ def asks(policy: Policy, eqn: JaxprEqn) -> bool:
 def without_dead_equations(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     """`jaxpr` less the equations that no result needs; all its operands stay."""
     live, _ = dce(jaxpr, (True,) * len(jaxpr.out_avals))
-    return build_jaxpr(
-        jaxpr.jaxpr.invars, jaxpr.jaxpr.outvars, live.eqns, like=jaxpr.jaxpr
-    )
+    if len(live.eqns) == len(jaxpr.eqns) and all(map(is_, live.eqns, jaxpr.eqns)):
+        return jaxpr
+    inner = jaxpr.jaxpr
+    return build_jaxpr(inner.invars, inner.outvars, live.eqns, like=inner)
 
 
 def _rename(eqn: JaxprEqn, names: dict[Var, Var]) -> JaxprEqn:
