@@ -181,6 +181,8 @@ def static_spec(
             "several, as strings."
         )
     names = tuple(names)
+    if not nums and not names:
+        return StaticSpec(frozenset(), frozenset())
     positions, named = set(nums), set(names)
     parameters = _parameters(fun)
     if parameters is None:

@@ -137,6 +137,17 @@ def remat_jvp(
     check_names,
 ):
     nonzero = tuple(not _is_zero(t) for t in tangents)
+    if not any(nonzero):  # nothing but tangents of integers
+        outs = remat_p.bind(
+            *primals,
+            jaxpr=jaxpr,
+            policy=policy,
+            prevent_cse=prevent_cse,
+            num_linear=num_linear,
+            staged=staged,
+            check_names=check_names,
+        )
+        return outs, [ad.Zero(aval.to_tangent_aval()) for aval in jaxpr.out_avals]
     if check_names:
         _warn_of_unknown_names(jaxpr, nonzero, policy)
     parts = split(jaxpr, nonzero, policy)

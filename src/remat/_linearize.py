@@ -150,7 +150,7 @@ def _trace_derivative(
     joint, consts = trace(
         primals_and_tangents, [*in_avals, *tangent_avals], jaxpr.jaxpr.debug_info
     )
-    return flatten(joint), consts
+    return without_dead_equations(flatten(joint)), consts
 
 
 @lru_cache(maxsize=256)
@@ -158,25 +158,21 @@ def _linearize(
     jaxpr: ClosedJaxpr, nonzero: tuple[bool, ...], context: Any
 ) -> Linearized:
     del context
-    in_avals = jaxpr.in_avals
     differentiable = [is_differentiable(aval) for aval in jaxpr.out_avals]
-    joint, consts = None, []
-    if not any(holds_program(eqn) for eqn in jaxpr.eqns):
-        joint, consts = _trace_derivative(jaxpr, nonzero, differentiable, _by_jvp)
-        num_tangents = sum(nonzero)
-        is_linear = depends_on(joint.eqns, joint.jaxpr.invars[-num_tangents:])
-        if any(
-            linear and holds_program(eqn)
-            for eqn, linear in zip(joint.eqns, is_linear, strict=True)
-        ):
-            joint = None  # a derivative rule has a loop that computes both at once
-    if joint is None:
+    by_jvp = not any(holds_program(eqn) for eqn in jaxpr.eqns)
+    derivative = _by_jvp if by_jvp else _by_linearize
+    joint, consts = _trace_derivative(jaxpr, nonzero, differentiable, derivative)
+    num_tangents = sum(nonzero)
+    is_linear = depends_on(joint.eqns, joint.jaxpr.invars[-num_tangents:])
+    if by_jvp and any(
+        linear and holds_program(eqn)
+        for eqn, linear in zip(joint.eqns, is_linear, strict=True)
+    ):
+        # A derivative rule has a loop that computes both at once.
         joint, consts = _trace_derivative(jaxpr, nonzero, differentiable, _by_linearize)
-    joint = without_dead_equations(joint)
+        is_linear = depends_on(joint.eqns, joint.jaxpr.invars[-num_tangents:])
     invars, outvars = joint.jaxpr.invars, joint.jaxpr.outvars
-    num_primals = len(consts) + len(in_avals)
-    primals, tangents = invars[:num_primals], invars[num_primals:]
-    is_linear = depends_on(joint.eqns, tangents)
+    primals, tangents = invars[:-num_tangents], invars[-num_tangents:]
     primal_eqns, linear_eqns = _partition(joint.eqns, [not x for x in is_linear])
     num_outs = len(differentiable)
     linear_values = {*tangents, *(v for e in linear_eqns for v in e.outvars)}

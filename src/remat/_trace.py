@@ -96,7 +96,7 @@ def trace_call(
             avals.append(jax.typeof(leaf))
         except (TypeError, OverflowError):
             raise _not_an_array(fun, leaf, dynamic, named) from None
-    kept = _kept_traces(fun, _reads(fun))
+    kept = _kept_traces(fun)
     # Equal static values of different types (1, 1.0, True) are different arguments.
     static_key = tuple((where, _typed(x)) for where, x in static.items())
     key = (static_key, in_tree, tuple(avals), trace_context())
@@ -216,18 +216,15 @@ def _inside(value: Any) -> Iterable[Any]:
             return tuple(getattr(value, "__dict__", {}).values())
 
 
-def _kept_traces(
-    fun: Callable[..., Any], reads: tuple[Any, ...] | None
-) -> _Kept | None:
-    """The traces of `fun` that were made when it read the same values."""
+def _kept_traces(fun: Callable[..., Any]) -> _Kept | None:
+    """The traces of `fun` that were made when it read the same values as now."""
     kept = getattr(fun, _KEPT, None)
-    if (
-        reads is None
-        or not isinstance(kept, _Kept)
-        or kept.owner() is not fun
-        or len(kept.reads) != len(reads)
-        or any(a is not b for a, b in zip(kept.reads, reads, strict=True))
-    ):
+    if not isinstance(kept, _Kept) or kept.owner() is not fun:
+        return None
+    reads = _reads(fun)
+    if reads is None or len(kept.reads) != len(reads):
+        return None
+    if any(a is not b for a, b in zip(kept.reads, reads, strict=True)):
         return None
     return kept
 
