@@ -67,7 +67,8 @@ def saved_residuals(
 
     Args:
         fun: any function of arrays, with checkpoints in it or none.
-        *args: its arguments: arrays, or `jax.ShapeDtypeStruct` for their types.
+        *args: its arguments: arrays, or `jax.ShapeDtypeStruct` for their types. Close
+            over static arguments, as in `lambda x: fun(x, 3)`.
         **kwargs: its keyword arguments. All of floating type are differentiated.
 
     Returns:
