@@ -1,6 +1,7 @@
 """Schedules of recomputation, replayed by an interpreter of their own."""
 
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +21,8 @@ class Program:
     cotangents: tuple[int, ...]
     results: tuple[int, ...]
     num_operands: int
+    sizes: dict[int, int] = field(default_factory=lambda: defaultdict(lambda: 1))
+    """Of each value; all of the same size if none is given."""
 
     def schedule(self) -> list[Group]:
         return just_in_time(
@@ -29,7 +32,16 @@ class Program:
             self.is_cheap,
             self.cotangents,
             self.results,
+            self.sizes,
         )
+
+    def waits(self, i: int) -> bool:
+        """Whether equation i makes no less than it reads, and no result."""
+        made, read = (
+            sum(self.sizes[v] for v in values)
+            for values in (self.makes[i], set(self.reads[i]))
+        )
+        return made >= read and not set(self.makes[i]).intersection(self.results)
 
     def recomputation_for(self, values: tuple[int, ...]) -> set[int]:
         """The recomputing equations that `values` are made by, directly or not."""
@@ -70,6 +82,7 @@ def programs(draw) -> Program:
         cotangents,
         tuple(draw(st.lists(st.sampled_from(every), max_size=4))),
         num_operands,
+        {v: draw(st.integers(0, 4)) for v in every},
     )
 
 
@@ -96,11 +109,8 @@ def test_what_is_read_was_made_before(program: Program):
 
 
 @given(programs())
-def test_backward_equations_keep_their_order_and_stand_alone(program: Program):
-    groups = program.schedule()
-    backward = [i for i in equations(groups) if program.is_backward[i]]
-    assert backward == [i for i, back in enumerate(program.is_backward) if back]
-    for group in groups:
+def test_backward_equations_stand_alone(program: Program):
+    for group in program.schedule():
         if any(program.is_backward[i] for i in group.equations):
             assert len(group.equations) == 1
             assert not group.has_barrier
@@ -109,9 +119,30 @@ def test_backward_equations_keep_their_order_and_stand_alone(program: Program):
 
 
 @given(programs())
+def test_backward_equations_that_shrink_keep_their_order(program: Program):
+    order = [i for i in equations(program.schedule()) if program.is_backward[i]]
+    shrinking = [i for i in order if not program.waits(i)]
+    assert shrinking == sorted(shrinking)
+
+
+@given(programs())
+def test_backward_equations_that_do_not_shrink_wait_for_their_use(program: Program):
+    order = [i for i in equations(program.schedule()) if program.is_backward[i]]
+    for position, i in enumerate(order):
+        if not program.waits(i):
+            continue
+        # All between it and its first use is there for the same use.
+        later = order[position + 1 :]
+        for use in later:
+            if set(program.makes[i]).intersection(program.reads[use]):
+                break
+            assert program.waits(use)
+
+
+@given(programs())
 def test_recomputation_comes_right_before_its_first_use(program: Program):
     groups = program.schedule()
-    backward = [i for i, back in enumerate(program.is_backward) if back]
+    backward = [i for i in equations(groups) if program.is_backward[i]]
     for position, group in enumerate(groups):
         for i in group.equations:
             if program.is_backward[i]:
@@ -201,6 +232,7 @@ def test_schedule_does_not_depend_on_the_numbers_of_values(program: Program, ran
         makes=tuple(renumbered(v) for v in program.makes),
         cotangents=renumbered(program.cotangents),
         results=renumbered(program.results),
+        sizes={new[v]: size for v, size in program.sizes.items()},
     )
     assert other.schedule() == [
         Group(g.equations, renumbered(g.inputs), renumbered(g.settled))
@@ -297,6 +329,30 @@ def test_recomputation_for_a_result_alone_comes_last():
     assert program.schedule()[0].equations == (0,)
     with_result = replace(program, results=(DX, Z))
     assert with_result.schedule()[-1] == Group((1,), inputs=(W,), settled=(Y, DX))
+
+
+def test_expansion_waits_while_what_an_earlier_equation_needs_is_recomputed():
+    # d expands the cotangent, for f; e needs u, recomputed from x.
+    u, d, e, f = 3, 4, 5, 6
+    program = Program(
+        reads=((X,), (CT,), (CT, u), (d, e)),
+        makes=((u,), (d,), (e,), (f,)),
+        is_backward=(False, True, True, True),
+        is_cheap=(False,) * 4,
+        cotangents=(CT,),
+        results=(f,),
+        num_operands=3,
+        sizes={X: 4, W: 4, CT: 4, u: 16, d: 16, e: 4, f: 4},
+    )
+    assert program.schedule() == [
+        Group((0,), inputs=(X,), settled=(CT,)),
+        Group((2,)),
+        Group((1,)),
+        Group((3,)),
+    ]
+    # A result is no temporary, and nothing is gained by waiting.
+    with_result = replace(program, results=(f, d))
+    assert equations(with_result.schedule()) == [1, 0, 2, 3]
 
 
 def test_nothing_to_do():

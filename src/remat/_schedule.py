@@ -42,6 +42,7 @@ def just_in_time(
     is_cheap: Sequence[bool],
     cotangents: Sequence[int],
     results: Sequence[int],
+    sizes: Sequence[int],
 ) -> list[Group]:
     """Evaluate each recomputation right before the first equation that needs it.
 
@@ -57,12 +58,14 @@ def just_in_time(
         is_cheap: for each equation, whether a compiler would fuse it with its use.
         cotangents: the operands that the first barrier has to wait for.
         results: values that are needed at the end.
+        sizes: bytes of each value.
 
     Returns:
         Groups that together evaluate every equation that a backward equation or a
         result needs, exactly once. Equations keep their given order within the backward
-        pass and within each group's recomputation, so the schedule is the same on
-        every host.
+        pass, but that one whose result is no smaller than what it reads waits for its
+        first use; and within each group's recomputation. So the schedule is the same
+        on every host.
     """
     maker = {value: i for i, values in enumerate(makes) for value in values}
     uses_left = _count_uses(reads, maker, is_backward, results)
@@ -97,12 +100,52 @@ def just_in_time(
         held_back.update(unsettled)
         evaluate(Group(equations, unsettled, settled))
 
-    for i, backward in enumerate(is_backward):
-        if backward:
-            recompute(reads[i])
-            evaluate(Group((i,)))
+    for i in _postponed(reads, makes, maker, is_backward, results, sizes):
+        recompute(reads[i])
+        evaluate(Group((i,)))
     recompute(results)
     return groups
+
+
+def _postponed(
+    reads: Sequence[Sequence[int]],
+    makes: Sequence[Sequence[int]],
+    maker: dict[int, int],
+    is_backward: Sequence[bool],
+    results: Sequence[int],
+    sizes: Sequence[int],
+) -> list[int]:
+    """The backward equations, those that don't shrink put in front of their first use.
+
+    The first equation backward through a mixture of experts expands the cotangent to a
+    row for each expert. Evaluated at once, that row waits while what the next equation
+    needs is recomputed. What makes a result stays where it is: waiting would hold its
+    inputs, and results are no temporaries.
+    """
+    returned = frozenset(results)
+    waits = [
+        back
+        and returned.isdisjoint(makes[i])
+        and sum(sizes[v] for v in makes[i]) >= sum(sizes[v] for v in set(reads[i]))
+        for i, back in enumerate(is_backward)
+    ]
+    backward = [i for i, back in enumerate(is_backward) if back]
+    order: dict[int, None] = {}
+    # Those that wait come last, for the ones whose results nothing reads.
+    for i in sorted(backward, key=lambda i: (waits[i], i)):
+        stack = [i]
+        while stack:
+            equation = stack[-1]
+            waiting = [
+                maker[v]
+                for v in reads[equation]
+                if v in maker and is_backward[maker[v]] and maker[v] not in order
+            ]
+            if waiting:
+                stack.extend(sorted(waiting, reverse=True))
+            else:
+                order.setdefault(stack.pop())
+    return list(order)
 
 
 def _missing(

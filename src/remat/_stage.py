@@ -12,7 +12,14 @@ from functools import lru_cache
 from jax.extend.core import DropVar, Var
 from jax.lax import optimization_barrier_p
 
-from remat._jax import ClosedJaxpr, JaxprEqn, Literal, build_jaxpr, new_equation
+from remat._jax import (
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    build_jaxpr,
+    new_equation,
+    num_bytes,
+)
 from remat._primitive import remat_p
 from remat._schedule import Group, just_in_time
 
@@ -144,6 +151,7 @@ def staged(
         [eqn.primitive.name in CHEAP for eqn in eqns],
         numbers(cotangents),
         numbers(jaxpr.jaxpr.outvars),
+        [num_bytes(v.aval) for v in values],
     )
     return _emit(jaxpr, groups, values, untied)
 
