@@ -700,6 +700,129 @@ def integer_while_loop(checkpoint):
 
 
 @problem()
+def scan_of_many_carries(checkpoint):
+    """Carries that swap, count, stay as they are, or are made of another's past."""
+
+    @checkpoint
+    def steps(w, x, y, xs):
+        def step(carry, inputs):
+            i, x, y, fixed, last = carry
+            a = checkpoint_name(jnp.sin(x @ w) * fixed, "a")
+            b = checkpoint_name(jnp.tanh(a) + inputs * jnp.cos(last), "b")
+            return (i + 2, y, b, fixed, x), (i, inputs, a * b, x)
+
+        start = (jnp.int32(1), x, y, x.sum(), jnp.zeros_like(x))
+        return jax.lax.scan(step, start, xs, unroll=2)
+
+    return steps, (normal(3, 3), normal(3), normal(3, seed=1), normal(5, 3))
+
+
+@problem()
+def short_scans(checkpoint):
+    """Loops of no iteration and of one."""
+
+    @checkpoint
+    def steps(w, x):
+        def step(carry, inputs):
+            y = checkpoint_name(jnp.sin(carry * inputs + w), "a")
+            return jnp.sin(y), y
+
+        none = jax.lax.scan(step, x, jnp.zeros((0, 3)))
+        one = jax.lax.scan(step, none[0], jnp.sin(x)[None], reverse=True)
+        return none, one, jax.lax.scan(lambda c, _: (jnp.cos(c), None), x, length=1)
+
+    return steps, (normal(3), normal(3, seed=1))
+
+
+@problem()
+def nested_scans(checkpoint):
+    @checkpoint
+    def steps(ws, x):
+        def outer(x, w):
+            def inner(y, row):
+                y = checkpoint_name(jnp.tanh(y * row + x), "a")
+                return y, checkpoint_name(jnp.sin(y), "b")
+
+            y, zs = jax.lax.scan(inner, jnp.cos(x), w, reverse=True)
+            return checkpoint_name(y + jnp.sin(x), "c"), zs.sum(0)
+
+        return jax.lax.scan(outer, x, ws)
+
+    return steps, (normal(2, 3, 3), normal(3))
+
+
+@problem()
+def scan_in_cond_in_scan(checkpoint):
+    @checkpoint
+    def steps(ws, x):
+        def looped(x, w):
+            def step(y, row):
+                y = checkpoint_name(jnp.sin(y @ w), "a")
+                return y + row, None
+
+            return jax.lax.scan(step, x, w)[0]
+
+        def step(carry, inputs):
+            i, w = inputs
+            y = jax.lax.cond(
+                i % 2 == 0, looped, lambda x, w: jnp.cos(x) * w[0], carry, w
+            )
+            return checkpoint_name(jnp.sin(y), "b"), y.sum()
+
+        return jax.lax.scan(step, x, (jnp.arange(3), ws))
+
+    return steps, (normal(3, 3, 3), normal(3))
+
+
+@problem()
+def names_in_branches(checkpoint):
+    """Branches that save different numbers of values, of several types."""
+
+    @checkpoint
+    def chosen(indices, x, w):
+        def long(x):
+            y = checkpoint_name(jnp.sin(x @ w), "a")
+            z = checkpoint_name(jnp.cos(y).sum(), "b")
+            return jnp.tanh(jnp.exp(jnp.sin(y)) * z), z
+
+        def short(x):
+            y = checkpoint_name(jnp.cos(jnp.cos(x)), "a")
+            return jnp.sin(y), jnp.sin(y).sum()
+
+        def noisy(x):
+            key = jax.random.fold_in(jax.random.key(3), 1)
+            return x * jax.random.normal(key, x.shape), jnp.zeros(())
+
+        branches = [long, short, noisy, lambda x: (x, x[0])]
+        total = jnp.zeros(())
+        for i in range(3):
+            x, z = jax.lax.switch(indices[i], branches, x)
+            total = total + jnp.sin(z)
+        return x, total
+
+    return chosen, (jnp.array([1, 0, 2]), normal(3), normal(3, 3))
+
+
+@problem()
+def nested_checkpoint_in_scan(checkpoint):
+    """The body has a policy of its own, and there is more than it in the iteration."""
+
+    @checkpoint
+    def steps(ws, x):
+        @partial(remat.checkpoint, policy=policies.save_only_these_names("a"))
+        def layer(x, w):
+            return jnp.sin(checkpoint_name(jnp.tanh(x @ w), "a"))
+
+        def step(x, w):
+            y = layer(jnp.cos(x), w)
+            return y + checkpoint_name(jnp.sin(x), "b"), layer(y, w).sum()
+
+        return jax.lax.scan(step, x, ws)
+
+    return steps, (normal(3, 3, 3), normal(3))
+
+
+@problem()
 def inside_scan(checkpoint):
     def steps(w, x):
         @checkpoint

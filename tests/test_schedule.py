@@ -1,6 +1,7 @@
 """Schedules of recomputation, replayed by an interpreter of their own."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -21,7 +22,7 @@ class Program:
     cotangents: tuple[int, ...]
     results: tuple[int, ...]
     num_operands: int
-    sizes: dict[int, int] = field(default_factory=lambda: defaultdict(lambda: 1))
+    sizes: Mapping[int, int] = field(default_factory=lambda: defaultdict(lambda: 1))
     """Of each value; all of the same size if none is given."""
 
     def schedule(self) -> list[Group]:

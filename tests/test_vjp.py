@@ -22,6 +22,18 @@ from problems import (
 
 import remat
 
+# Those in which a policy looks into programs.
+OPENED = [
+    "mlp",
+    "scan",
+    "scan_of_many_carries",
+    "short_scans",
+    "nested_scans",
+    "scan_in_cond_in_scan",
+    "names_in_branches",
+    "nested_checkpoint",
+    "nested_checkpoint_in_scan",
+]
 REVERSE = [name for name, problem in PROBLEMS.items() if problem.reverse]
 
 
@@ -54,7 +66,7 @@ def test_vjp_eager(name, policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", ["mlp", "scan", "nested_checkpoint"])
+@pytest.mark.parametrize("name", OPENED)
 def test_vjp_with_every_policy(name, policy):
     run, args = values_and_cotangents(name, checkpoint_with(policy))
     assert_close(compiled(run)(args), expected(name), PROBLEMS[name].tolerance)

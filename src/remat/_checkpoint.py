@@ -30,6 +30,7 @@ from remat._errors import (
     NameArgumentError,
     RematError,
     UnknownNameWarning,
+    UnsupportedError,
     caller_stacklevel,
 )
 from remat._flatten import flatten
@@ -42,6 +43,7 @@ from remat._jax import (
     lowers_for_cpu,
     name_p,
     new_equation,
+    register_checkify,
     register_dce,
     register_to_low,
     to_low,
@@ -49,9 +51,17 @@ from remat._jax import (
     trace_context,
     transpose,
 )
-from remat._linearize import linearize, names_in, split, without_dead_equations
+from remat._linearize import (
+    NotLinearizableError,
+    Split,
+    is_differentiable,
+    split,
+    with_tangents,
+    without_dead_equations,
+)
 from remat._policies import Policy, check_policy, saved_names
 from remat._primitive import remat_p
+from remat._saving import names_in
 from remat._stage import staged as stage
 from remat._trace import TracedCall, trace_call
 
@@ -108,6 +118,14 @@ def remat_to_low(*operands, jaxpr: ClosedJaxpr, prevent_cse, **params):
 register_to_low(remat_p, remat_to_low)
 
 
+def remat_checkify(*operands, num_errors: int, prevent_cse, **params):
+    apart = (False,) * num_errors + prevent_cse
+    return remat_p.bind(*operands, prevent_cse=apart, **params)
+
+
+register_checkify(remat_p, remat_checkify)
+
+
 # Batching. Whether an output is batched is left to the program: one that depends on no
 # batched operand stays as it is, which `jacfwd` of `jacrev` relies on.
 
@@ -148,9 +166,12 @@ def remat_jvp(
             check_names=check_names,
         )
         return outs, [ad.Zero(aval.to_tangent_aval()) for aval in jaxpr.out_avals]
+    try:
+        parts = split(jaxpr, nonzero, policy, any(prevent_cse))
+    except NotLinearizableError:
+        return _jvp_whole(primals, tangents, jaxpr, policy, prevent_cse)
     if check_names:
-        _warn_of_unknown_names(jaxpr, nonzero, policy)
-    parts = split(jaxpr, nonzero, policy)
+        _warn_of_unknown_names(jaxpr, parts, policy)
     operands = [*parts.consts, *primals]
     prevent_cse = (False,) * len(parts.consts) + prevent_cse
     common = {"policy": policy, "staged": staged, "check_names": False}
@@ -187,6 +208,34 @@ def remat_jvp(
 
 
 ad.primitive_jvps[remat_p] = remat_jvp
+
+
+def _jvp_whole(primals, tangents, jaxpr: ClosedJaxpr, policy, prevent_cse):
+    """Forward mode in one call, where values and tangents don't come apart."""
+    nonzero = tuple(not _is_zero(t) for t in tangents)
+    joint, consts = with_tangents(jaxpr, nonzero)
+    active = [t for t, nz in zip(tangents, nonzero, strict=True) if nz]
+    results = remat_p.bind(
+        *consts,
+        *primals,
+        *active,
+        jaxpr=joint,
+        policy=policy,
+        prevent_cse=(
+            (False,) * len(consts) + prevent_cse + (any(prevent_cse),) * len(active)
+        ),
+        num_linear=0,
+        staged=False,
+        check_names=False,
+    )
+    outs = results[: len(jaxpr.out_avals)]
+    out_tangents = iter(results[len(jaxpr.out_avals) :])
+    return outs, [
+        next(out_tangents)
+        if is_differentiable(aval)
+        else ad.Zero(aval.to_tangent_aval())
+        for aval in jaxpr.out_avals
+    ]
 
 
 def remat_transpose(
@@ -247,7 +296,19 @@ def _transposed(
             next(cts) if nz else ad.Zero(aval.to_ct_aval())
             for aval, nz in zip(out_avals, nonzero, strict=True)
         ]
-        results = transpose(jaxpr, operands, out_cts)
+        try:
+            results = transpose(jaxpr, operands, out_cts)
+        except ValueError as error:
+            if "Reverse-mode differentiation does not work" not in str(error):
+                raise
+            raise UnsupportedError(
+                "A function given to remat.checkpoint has a lax.while_loop, or a "
+                "lax.fori_loop with bounds that are traced, and was differentiated in "
+                "reverse mode. The number of iterations isn't known beforehand, so "
+                "there is no room to save what each needs. Use lax.scan, or fori_loop "
+                "with Python integers as bounds. Forward mode (jax.jvp, jax.jacfwd) "
+                "works as it is."
+            ) from error
         out_nonzero[:] = [
             u and not _is_zero(ct) for ct, u in zip(results, unknown, strict=True)
         ]
@@ -273,7 +334,7 @@ def _is_zero(tangent: Any) -> bool:
     )
 
 
-def _warn_of_unknown_names(jaxpr: ClosedJaxpr, nonzero: tuple[bool, ...], policy):
+def _warn_of_unknown_names(jaxpr: ClosedJaxpr, parts: Split, policy):
     """Report names in the policy that occur nowhere, once the names are all known.
 
     Names in the forward rule of a `custom_vjp` only appear when it is linearized.
@@ -281,9 +342,8 @@ def _warn_of_unknown_names(jaxpr: ClosedJaxpr, nonzero: tuple[bool, ...], policy
     wanted = saved_names(policy)
     if not wanted:
         return
-    linearized = linearize(jaxpr, nonzero)
-    found = names_in(jaxpr.eqns) | names_in(linearized.primal.eqns)
-    found |= names_in(linearized.linear)  # in nested checkpoints
+    found = names_in(jaxpr.eqns) | names_in(parts.primal.eqns)
+    found |= names_in(parts.tangent.eqns)  # in nested checkpoints
     unknown = wanted - found
     if unknown:
         listed = ", ".join(repr(n) for n in sorted(unknown))

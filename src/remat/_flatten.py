@@ -1,30 +1,40 @@
 """Inlining of calls, so that policies and staging see single equations.
 
 `jax.numpy` wraps much of what it does in `jit`; a policy has to see the products in it.
+Shardings that a call gives its operands and results become constraints in its place. A
+`jax.checkpoint` inside is made one of ours, with the policy that it has, so that its
+recomputation is staged too.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 from jax.extend.core import Var
 
 from remat._jax import (
     ClosedJaxpr,
+    DebugInfo,
     JaxprEqn,
     Literal,
     build_jaxpr,
-    called_jaxpr,
+    constrained_to,
     is_in_jax,
+    new_equation,
+    plain_call,
+    trace,
+    users_checkpoint,
 )
+from remat._primitive import remat_p
 
 
 @lru_cache(maxsize=1024)
 def flatten(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     """`jaxpr` with its plain calls replaced by what they evaluate.
 
-    Calls with shardings, layouts or compiler options of their own stay.
+    Calls with layouts or compiler options of their own stay.
     """
-    if not any(called_jaxpr(eqn) is not None for eqn in jaxpr.eqns):
+    if not any(plain_call(eqn) or users_checkpoint(eqn) for eqn in jaxpr.eqns):
         return jaxpr
     eqns: list[JaxprEqn] = []
     names: dict[Var, Var | Literal] = {}
@@ -52,8 +62,10 @@ def _inline(
         invars = [_read(v, names) for v in eqn.invars]
         if scope is not None:
             eqn = _placed(eqn, scope)
-        inner = called_jaxpr(eqn)
-        if inner is None or inner.consts:
+        call = plain_call(eqn)
+        if call is None:
+            if (inner := users_checkpoint(eqn)) is not None:
+                eqn = _taken_over(eqn, inner)
             if scope is not None:  # a jaxpr called twice must not define a value twice
                 outvars = [type(v)(v.aval) for v in eqn.outvars]
                 names.update(zip(eqn.outvars, outvars, strict=True))
@@ -62,12 +74,58 @@ def _inline(
                 eqn = eqn.replace(invars=invars)
             out.append(eqn)
             continue
+        invars = _constrained(invars, call.in_shardings, eqn, out)
         inner_names: dict[Var, Var | Literal] = dict(
-            zip(inner.jaxpr.invars, invars, strict=True)
+            zip(call.jaxpr.jaxpr.invars, invars, strict=True)
         )
-        _inline(inner.eqns, inner_names, out, scope=eqn)
-        results = [_read(v, inner_names) for v in inner.jaxpr.outvars]
+        _inline(call.jaxpr.eqns, inner_names, out, scope=eqn)
+        results = [_read(v, inner_names) for v in call.jaxpr.jaxpr.outvars]
+        results = _constrained(results, call.out_shardings, eqn, out)
         names.update(zip(eqn.outvars, results, strict=True))
+
+
+def _constrained(
+    values: Sequence[Var | Literal],
+    shardings: Sequence[Any],
+    call: JaxprEqn,
+    out: list[JaxprEqn],
+) -> list[Var | Literal]:
+    """`values` in the given shardings, where there is one."""
+    constrained = list(values)
+    for i, sharding in enumerate(shardings):
+        if sharding is None:
+            continue
+        program, _ = trace(
+            lambda x, sharding=sharding: [constrained_to(x, sharding)],
+            [values[i].aval],
+            DebugInfo("constraint", "constraint", (), None),
+        )
+        (operand,) = program.jaxpr.invars
+        for eqn in program.eqns:
+            read = [values[i] if v is operand else v for v in eqn.invars]
+            out.append(eqn.replace(invars=read, source_info=call.source_info))
+        (result,) = program.jaxpr.outvars
+        constrained[i] = values[i] if result is operand else result
+    return constrained
+
+
+def _taken_over(eqn: JaxprEqn, program: ClosedJaxpr) -> JaxprEqn:
+    """The equation of a `jax.checkpoint` as one of ours."""
+    apart = eqn.params["prevent_cse"]
+    program = flatten(program)
+    params = {
+        "jaxpr": program,
+        "policy": eqn.params["policy"],
+        "prevent_cse": (apart,) * len(eqn.invars)
+        if isinstance(apart, bool)
+        else tuple(apart),
+        "num_linear": 0,
+        "staged": False,
+        "check_names": False,
+    }
+    return new_equation(
+        remat_p, eqn.invars, eqn.outvars, params, like=eqn, effects=eqn.effects
+    )
 
 
 def _read(atom: Var | Literal, names: dict[Var, Var | Literal]) -> Var | Literal:

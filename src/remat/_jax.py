@@ -9,16 +9,20 @@ and what happens where it is missing.
 import inspect
 import os
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import jaxlib
+from jax import lax
 from jax.extend import core, linear_util
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import closed_call_p, jit_p, name_p
+from jax.extend.core.primitives import remat_p as jax_remat_p
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
+from jax.sharding import AxisType, NamedSharding, reshard
 
 __all__ = ["ClosedJaxpr", "DebugInfo", "JaxprEqn", "Literal", "Var", "name_p"]
 
@@ -107,26 +111,65 @@ def new_equation(
     )
 
 
-def called_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """What a call equation evaluates, if inlining it changes nothing but the nesting.
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What a call equation evaluates, if that can be written in its place.
 
-    None for all else, calls with shardings, layouts or compiler options of their own
-    included.
+    Attributes:
+        jaxpr: a program without constants.
+        in_shardings: for each operand, the sharding that the call puts it in, or None.
+        out_shardings: likewise for each result.
     """
-    if eqn.primitive is closed_call_p:
-        return eqn.params["call_jaxpr"]
-    if eqn.primitive is not jit_p:
-        return None
+
+    jaxpr: ClosedJaxpr
+    in_shardings: tuple[Any, ...]
+    out_shardings: tuple[Any, ...]
+
+
+def plain_call(eqn: JaxprEqn) -> Call | None:
+    """What `eqn` calls; None if it is no call, or has layouts or options of its own."""
     params = eqn.params
-    # The mark of an absent sharding is a private singleton; its class has this name.
-    shardings = (*params["in_shardings"], *params["out_shardings"])
-    layouts = (*params["in_layouts"], *params["out_layouts"])
-    plain = (
-        all(type(s).__name__ == "UnspecifiedValue" for s in shardings)
-        and all(layout is None for layout in layouts)
-        and not params["compiler_options_kvs"]
-    )
-    return params["jaxpr"] if plain else None
+    if eqn.primitive is closed_call_p:
+        jaxpr = params["call_jaxpr"]
+        in_shardings = (None,) * len(eqn.invars)
+        out_shardings = (None,) * len(eqn.outvars)
+    elif eqn.primitive is jit_p:
+        jaxpr = params["jaxpr"]
+        layouts = (*params["in_layouts"], *params["out_layouts"])
+        if params["compiler_options_kvs"] or any(x is not None for x in layouts):
+            return None
+        in_shardings, out_shardings = (
+            # The mark of an absent sharding is a private singleton of this class.
+            tuple(None if type(s).__name__ == "UnspecifiedValue" else s for s in given)
+            for given in (params["in_shardings"], params["out_shardings"])
+        )
+    else:
+        return None
+    if jaxpr.consts or not all(
+        map(_can_be_constrained_to, (*in_shardings, *out_shardings))
+    ):
+        return None
+    return Call(jaxpr, in_shardings, out_shardings)
+
+
+def _can_be_constrained_to(sharding: Any) -> bool:
+    if sharding is None:
+        return True
+    return isinstance(sharding, NamedSharding) and len({*sharding.mesh.axis_types}) == 1
+
+
+def constrained_to(x: Any, sharding: NamedSharding) -> Any:
+    """`x` in `sharding`, by the call that is meant for the axes of its mesh."""
+    if AxisType.Explicit in sharding.mesh.axis_types:
+        return reshard(x, sharding)
+    return lax.with_sharding_constraint(x, sharding)
+
+
+def users_checkpoint(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """What `eqn` evaluates if it is a `jax.checkpoint` not yet differentiated."""
+    if eqn.primitive is not jax_remat_p or eqn.params["differentiated"]:
+        return None
+    return ClosedJaxpr(eqn.params["jaxpr"], ())
 
 
 def source_location(eqn: JaxprEqn) -> tuple[str, str] | None:
@@ -151,10 +194,38 @@ except ImportError:
 def num_bytes(aval: Any) -> int:
     """The size of values of type `aval`; random keys count what they are made of."""
     dtype = aval.dtype
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    if is_extended(aval):
         data = jax.eval_shape(jax.random.key_data, aval)
         return num_bytes(data)
     return aval.size * dtype.itemsize
+
+
+def is_extended(aval: Any) -> bool:
+    """Whether values of type `aval` are random keys."""
+    return jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+
+
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many constants and carried values a scan equation has."""
+    params = eqn.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    # From jax 0.11 on its operands are a tree, the type of which is private.
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def stacked_type(aval: Any, length: int) -> Any:
+    """The type of `length` values of type `aval`, stacked along a leading axis."""
+    return _stacked_type(aval, length, trace_context())
+
+
+@lru_cache(maxsize=1024)
+def _stacked_type(aval: Any, length: int, context: Hashable) -> Any:
+    del context
+    info = DebugInfo("stack", "stack", (), None)
+    stacked, _ = trace(lambda x: [lax.broadcast(x, (length,))], [aval], info)
+    return stacked.out_avals[0]
 
 
 def is_in_jax(path: str) -> bool:
@@ -206,6 +277,41 @@ def register_dce(
         pe.dce_rules[primitive] = rule
     else:
         pe.dce_rules[primitive] = lambda used, live, eqn: rule(used, eqn)  # pyright: ignore[reportArgumentType]
+
+
+def register_checkify(
+    primitive: core.Primitive, rule: Callable[..., Sequence[Any]]
+) -> None:
+    """Register how `primitive` is called when `checkify` makes its checks results.
+
+    The rule is called with the error values and the operands, how many of these are
+    errors, and `jaxpr=` and the other parameters; `jaxpr` has the checks as results.
+    """
+    if _checkify is None:
+        return
+    to_checked = _checkify.jaxpr_to_checkify_jaxpr
+    takes_context = hasattr(_checkify, "CheckifyContext")
+
+    def check(*args: Any, jaxpr: ClosedJaxpr, **params: Any) -> Any:
+        # From jax 0.11 on a context comes first.
+        context, args = (args[:1], args[1:]) if takes_context else ((), args)
+        error, enabled, *operands = args
+        errors, tree = jax.tree.flatten(error)
+        values = [*errors, *operands]
+        checked, out_tree, _ = to_checked(
+            *context, jaxpr, enabled, tree, *map(jax.typeof, values)
+        )
+        outs = rule(*values, num_errors=len(errors), jaxpr=checked, **params)
+        return jax.tree.unflatten(out_tree, outs)
+
+    _checkify.error_checks[primitive] = check
+
+
+try:
+    # Private: the rules of checkify. Without them its checks can't pass a checkpoint.
+    from jax._src import checkify as _checkify
+except ImportError:
+    _checkify = None
 
 
 def lower_inline(ctx: Any, jaxpr: ClosedJaxpr, operands: Sequence[Any]) -> Any:

@@ -17,9 +17,9 @@ Because policies are applied after linearization, they see inside the forward ru
 four that it was made from.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from operator import is_
 from typing import Any
 
@@ -27,6 +27,8 @@ import jax
 from jax.core import Tracer
 from jax.extend.core import Var, jaxprs_in_params
 
+from remat._control_flow.bodies import with_checkpointed_bodies
+from remat._control_flow.cond import evaluates_branches
 from remat._flatten import flatten
 from remat._jax import (
     ClosedJaxpr,
@@ -35,12 +37,12 @@ from remat._jax import (
     build_jaxpr,
     dce,
     evaluate,
-    name_p,
     trace,
     trace_context,
 )
-from remat._policies import Policy, is_saveable, nothing_saveable
+from remat._policies import Policy, nothing_saveable
 from remat._primitive import remat_p
+from remat._saving import renamed, save
 from remat._stage import depends_on
 
 
@@ -101,7 +103,12 @@ def _by_jvp(f: Any, primals: list[Any], tangents: list[Any]) -> Any:
 
 def _by_linearize(f: Any, primals: list[Any], tangents: list[Any]) -> Any:
     """`jax.linearize`, which splits loops and branches in two."""
-    outs, linear_map, others = jax.linearize(f, *primals, has_aux=True)
+    try:
+        outs, linear_map, others = jax.linearize(f, *primals, has_aux=True)
+    except ValueError as error:
+        if "Linearization failed" not in str(error):
+            raise
+        raise NotLinearizableError from error
     return outs, linear_map(*tangents), others
 
 
@@ -191,6 +198,22 @@ def _linearize(
     )
 
 
+class NotLinearizableError(Exception):
+    """A program has a derivative, but none that comes apart from its values."""
+
+
+def with_tangents(
+    jaxpr: ClosedJaxpr, nonzero: tuple[bool, ...]
+) -> tuple[ClosedJaxpr, list[Any]]:
+    """Operands, tangents -> outputs, tangents of the differentiable outputs.
+
+    For forward mode through what `jax.linearize` can't take apart. Also what the
+    derivative rules closed over, the leading operands.
+    """
+    differentiable = [is_differentiable(aval) for aval in jaxpr.out_avals]
+    return _trace_derivative(jaxpr, nonzero, differentiable, _by_jvp)
+
+
 @dataclass(frozen=True, eq=False)
 class Split:
     """A program and its derivative, with what a policy saves between them.
@@ -199,129 +222,77 @@ class Split:
 
     Attributes:
         consts: arrays that the derivative rules closed over.
+        primal: operands -> outputs, with all that the derivative reads.
         known: operands -> outputs, then the saved values that are no outputs.
         tangent: saved values, needed operands, tangents -> nonzero output tangents.
+        recomputed: the equations of `tangent` that depend on no tangent.
         saved: for each saved value, its position among the results of `known`.
         needed: positions of the operands that `tangent` reads.
         out_nonzero: for each output, whether it has a tangent.
     """
 
     consts: tuple[Any, ...]
+    primal: ClosedJaxpr
     known: ClosedJaxpr
     tangent: ClosedJaxpr
+    recomputed: tuple[JaxprEqn, ...]
     saved: tuple[int, ...]
     needed: tuple[int, ...]
     out_nonzero: tuple[bool, ...]
 
 
 def split(
-    jaxpr: ClosedJaxpr, nonzero: tuple[bool, ...], policy: Policy | None
+    jaxpr: ClosedJaxpr,
+    nonzero: tuple[bool, ...],
+    policy: Policy | None,
+    keep_apart: bool,
 ) -> Split:
-    """Linearize `jaxpr` in the operands marked in `nonzero`, and save by `policy`."""
-    linearized = linearize(jaxpr, nonzero)
-    return _split(linearized, policy)
+    """Linearize `jaxpr` in the operands marked in `nonzero`, and save by `policy`.
+
+    Raises:
+        NotLinearizableError: it only has a derivative in forward mode, as one program.
+    """
+    rewritten = with_checkpointed_bodies(jaxpr, policy, keep_apart, branches=True)
+    parts = _split(linearize(rewritten, nonzero), policy)
+    if any(evaluates_branches(eqn) for eqn in parts.recomputed):
+        rewritten = with_checkpointed_bodies(jaxpr, policy, keep_apart, branches=False)
+        parts = _split(linearize(rewritten, nonzero), policy)
+    return parts
 
 
 @lru_cache(maxsize=256)
 def _split(linearized: Linearized, policy: Policy | None) -> Split:
     primal = linearized.primal.jaxpr
-    saved, recomputed, renamed = saved_values(
-        linearized.primal, linearized.residuals, policy or nothing_saveable
-    )
+    part = save(linearized.primal, linearized.residuals, policy or nothing_saveable)
     outs = list(primal.outvars)
     position = {v: i for i, v in enumerate(outs) if isinstance(v, Var)}
-    for v in saved:
+    for v in part.values:
         if v not in position:  # an output that is saved is not returned twice
             position[v] = len(outs)
             outs.append(v)
-    known = build_jaxpr(primal.invars, outs, primal.eqns, like=primal)
+    known = build_jaxpr(primal.invars, outs, part.eqns, like=primal)
 
-    tangent_eqns = [_rename(e, renamed) for e in (*recomputed, *linearized.linear)]
+    linear = [renamed(eqn, part.stands_for) for eqn in linearized.linear]
+    tangent_eqns = [*part.recomputed, *linear]
     out_tangents = [v for v in linearized.out_tangents if v is not None]
     read = {v for e in tangent_eqns for v in e.invars if isinstance(v, Var)}
     needed = [i for i, v in enumerate(primal.invars) if v in read]
     tangent = build_jaxpr(
-        [*saved, *(primal.invars[i] for i in needed), *linearized.tangents],
+        [*part.values, *(primal.invars[i] for i in needed), *linearized.tangents],
         out_tangents,
         tangent_eqns,
         like=primal,
     )
     return Split(
         linearized.consts,
+        linearized.primal,
         without_dead_equations(known),
         tangent,
-        tuple(position[v] for v in saved),
+        part.recomputed,
+        tuple(position[v] for v in part.values),
         tuple(needed),
         tuple(v is not None for v in linearized.out_tangents),
     )
-
-
-def saved_values(
-    primal: ClosedJaxpr, residuals: Iterable[Var], policy: Policy
-) -> tuple[list[Var], list[JaxprEqn], dict[Var, Var]]:
-    """What to save and what to recompute so that `residuals` can be had again.
-
-    `checkpoint_name` makes a copy under a name. Where the copy may be saved it also
-    stands for the value itself: `y = checkpoint_name(tanh(x), "y")` saves the tanh,
-    though the derivative of tanh reads the value from before it was named.
-
-    Args:
-        primal: the program that makes the residuals from its operands.
-        residuals: values of that program.
-        policy: what may be saved.
-
-    Returns:
-        The saved values; the equations that make the residuals from those and from the
-        operands; both in the order of the program. Then for each value that a saved
-        copy stands for, that copy.
-    """
-    eqns = primal.eqns
-    maker = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
-    may_save = cache(lambda index: asks(policy, eqns[index]))
-    original: dict[Var, Var] = {}  # what a named value is a copy of
-    copies: dict[Var, Var] = {}  # for an original, its first copy that may be saved
-    for i, eqn in enumerate(eqns):
-        if eqn.primitive is name_p and isinstance(source := eqn.invars[0], Var):
-            root = original[eqn.outvars[0]] = original.get(source, source)
-            if root not in maker:
-                copies[root] = root  # an operand is there in any case
-            elif root not in copies and may_save(i):
-                copies[root] = eqn.outvars[0]
-    saved: set[Var] = set()
-    renamed: dict[Var, Var] = {}
-    recomputed: set[int] = set()
-    seen: set[Var] = set()
-    stack = list(residuals)
-    while stack:
-        v = stack.pop()
-        if v in seen or v not in maker:
-            continue
-        seen.add(v)
-        copy = copies.get(original.get(v, v), v)
-        if copy is not v:
-            renamed[v] = copy
-            stack.append(copy)
-        elif may_save(maker[v]):
-            saved.add(v)
-        else:
-            recomputed.add(maker[v])
-            stack.extend(u for u in eqns[maker[v]].invars if isinstance(u, Var))
-    return (
-        [v for eqn in eqns for v in eqn.outvars if v in saved],
-        [eqns[i] for i in sorted(recomputed)],
-        renamed,
-    )
-
-
-def asks(policy: Policy, eqn: JaxprEqn) -> bool:
-    """Whether `policy` lets the results of `eqn` be saved.
-
-    What has an effect is saved, since it must not happen a second time.
-    """
-    if eqn.effects:
-        return True
-    avals = [v.aval for v in eqn.invars]
-    return is_saveable(policy, policy(eqn.primitive, *avals, **eqn.params))
 
 
 def without_dead_equations(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
@@ -331,25 +302,6 @@ def without_dead_equations(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
         return jaxpr
     inner = jaxpr.jaxpr
     return build_jaxpr(inner.invars, inner.outvars, live.eqns, like=inner)
-
-
-def _rename(eqn: JaxprEqn, names: dict[Var, Var]) -> JaxprEqn:
-    if not any(isinstance(v, Var) and v in names for v in eqn.invars):
-        return eqn
-    return eqn.replace(
-        invars=[names.get(v, v) if isinstance(v, Var) else v for v in eqn.invars]
-    )
-
-
-def names_in(eqns: Iterable[JaxprEqn]) -> frozenset[str]:
-    """The names that `checkpoint_name` gave to values in `eqns`, at any depth."""
-    found: set[str] = set()
-    for eqn in eqns:
-        if eqn.primitive is name_p:
-            found.add(eqn.params["name"])
-        for inner in jaxprs_in_params(eqn.params):
-            found |= names_in(inner.eqns)
-    return frozenset(found)
 
 
 def _partition(values: Sequence[Any], mask: Sequence[bool]) -> tuple[list, list]:

@@ -14,6 +14,7 @@ from remat._jax import (
     Literal,
     name_p,
     num_bytes,
+    scan_counts,
     source_location,
 )
 from remat._linearize import is_differentiable, linearize
@@ -192,6 +193,12 @@ def _origin(
     }
     index = eqn.outvars.index(v)
     result = inner.jaxpr.outvars[index]
+    if eqn.primitive is scan_p and isinstance(result, Var):
+        # A stack of what is carried is told by what made the carry.
+        num_consts, num_carry = scan_counts(eqn)
+        carried = inner.jaxpr.invars[num_consts : num_consts + num_carry]
+        if index >= num_carry and result in carried:
+            result = inner.jaxpr.outvars[carried.index(result)]
     found = _origin(result, inner, inner_operands)
     if v.aval.str_short() != result.aval.str_short():
         return _Origin(

@@ -7,7 +7,7 @@ with the evaluation it repeats.
 """
 
 from collections import defaultdict
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -42,7 +42,7 @@ def just_in_time(
     is_cheap: Sequence[bool],
     cotangents: Sequence[int],
     results: Sequence[int],
-    sizes: Sequence[int],
+    sizes: Mapping[int, int],
 ) -> list[Group]:
     """Evaluate each recomputation right before the first equation that needs it.
 
@@ -113,7 +113,7 @@ def _postponed(
     maker: dict[int, int],
     is_backward: Sequence[bool],
     results: Sequence[int],
-    sizes: Sequence[int],
+    sizes: Mapping[int, int],
 ) -> list[int]:
     """The backward equations, those that don't shrink put in front of their first use.
 

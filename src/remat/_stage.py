@@ -151,7 +151,7 @@ def staged(
         [eqn.primitive.name in CHEAP for eqn in eqns],
         numbers(cotangents),
         numbers(jaxpr.jaxpr.outvars),
-        [num_bytes(v.aval) for v in values],
+        {i: num_bytes(v.aval) for i, v in enumerate(values)},
     )
     return _emit(jaxpr, groups, values, untied)
 

@@ -1,0 +1,1 @@
+"""Loops, branches and nested checkpoints, opened so that a policy reaches inside."""
