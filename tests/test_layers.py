@@ -28,6 +28,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "_control_flow.nested",
         "_control_flow.scan",
         "_control_flow.cond",
+        "_control_flow.shard_map",
         "_control_flow.bodies",
         "_saving",
         "_linearize",

@@ -46,6 +46,7 @@ from remat._jax import (
     register_checkify,
     register_dce,
     register_to_low,
+    side_effects,
     to_low,
     trace,
     trace_context,
@@ -369,7 +370,7 @@ def _warn_of_unknown_names(jaxpr: ClosedJaxpr, parts: Split, policy):
 def remat_dce(used, eqn):
     if all(used):
         return [True] * len(eqn.invars), eqn
-    if not any(used) and not eqn.effects:
+    if not any(used) and not side_effects(eqn):
         return [False] * len(eqn.invars), None
     params = eqn.params
     jaxpr, used_inputs = dce(params["jaxpr"], tuple(used))

@@ -215,6 +215,21 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def is_shard_map(eqn: JaxprEqn) -> bool:
+    """Whether `eqn` is a `shard_map`, whose primitive is private."""
+    return eqn.primitive.name == "shard_map"
+
+
+def shard_map_body(eqn: JaxprEqn) -> ClosedJaxpr:
+    """What a `shard_map` equation evaluates on each device."""
+    return ClosedJaxpr(eqn.params["jaxpr"], ())
+
+
+def varying_axes(aval: Any) -> frozenset[str]:
+    """The manual axes of the mesh along which a value in a `shard_map` varies."""
+    return aval.mat.varying
+
+
 def stacked_type(aval: Any, length: int) -> Any:
     """The type of `length` values of type `aval`, stacked along a leading axis."""
     return _stacked_type(aval, length, trace_context())
@@ -401,6 +416,15 @@ def transpose(
 def is_ref(aval: Any) -> bool:
     """Whether `aval` is the type of a mutable array; the class itself is private."""
     return hasattr(aval, "inner_aval")
+
+
+def side_effects(eqn: JaxprEqn) -> bool:
+    """Whether evaluating `eqn` twice differs from evaluating it once.
+
+    A collective has the effect of naming its axis, which is none of those; the class
+    of that effect is private.
+    """
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def ref_effects(jaxpr: ClosedJaxpr) -> bool:

@@ -17,7 +17,7 @@ Because policies are applied after linearization, they see inside the forward ru
 four that it was made from.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import is_
@@ -26,9 +26,9 @@ from typing import Any
 import jax
 from jax.core import Tracer
 from jax.extend.core import Var, jaxprs_in_params
+from jax.extend.core.primitives import cond_p
 
 from remat._control_flow.bodies import with_checkpointed_bodies
-from remat._control_flow.cond import evaluates_branches
 from remat._flatten import flatten
 from remat._jax import (
     ClosedJaxpr,
@@ -37,13 +37,14 @@ from remat._jax import (
     build_jaxpr,
     dce,
     evaluate,
+    is_shard_map,
     trace,
     trace_context,
 )
 from remat._policies import Policy, nothing_saveable
 from remat._primitive import remat_p
 from remat._saving import renamed, save
-from remat._stage import depends_on
+from remat._stage import CHEAP, depends_on
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,12 +253,26 @@ def split(
     Raises:
         NotLinearizableError: it only has a derivative in forward mode, as one program.
     """
-    rewritten = with_checkpointed_bodies(jaxpr, policy, keep_apart, branches=True)
+    rewritten = with_checkpointed_bodies(jaxpr, policy, keep_apart, loops_only=False)
     parts = _split(linearize(rewritten, nonzero), policy)
-    if any(evaluates_branches(eqn) for eqn in parts.recomputed):
-        rewritten = with_checkpointed_bodies(jaxpr, policy, keep_apart, branches=False)
+    if _work(parts.recomputed) > 0.5 * _work(parts.primal.eqns):
+        rewritten = with_checkpointed_bodies(jaxpr, policy, keep_apart, loops_only=True)
         parts = _split(linearize(rewritten, nonzero), policy)
     return parts
+
+
+def _work(eqns: Iterable[JaxprEqn]) -> int:
+    """How many equations that cost something are in branches and `shard_map`s."""
+
+    def count(eqns: Iterable[JaxprEqn]) -> int:
+        return sum(
+            count(e for inner in inside for e in inner.eqns)
+            if (inside := list(jaxprs_in_params(eqn.params)))
+            else eqn.primitive.name not in CHEAP
+            for eqn in eqns
+        )
+
+    return count(e for e in eqns if e.primitive is cond_p or is_shard_map(e))
 
 
 @lru_cache(maxsize=256)

@@ -12,9 +12,11 @@ from remat._jax import (
     ClosedJaxpr,
     JaxprEqn,
     Literal,
+    is_shard_map,
     name_p,
     num_bytes,
     scan_counts,
+    shard_map_body,
     source_location,
 )
 from remat._linearize import is_differentiable, linearize
@@ -200,7 +202,7 @@ def _origin(
         if index >= num_carry and result in carried:
             result = inner.jaxpr.outvars[carried.index(result)]
     found = _origin(result, inner, inner_operands)
-    if v.aval.str_short() != result.aval.str_short():
+    if eqn.primitive is scan_p and v.aval.str_short() != result.aval.str_short():
         return _Origin(
             f"{found.description}, stacked by a scan of length {eqn.params['length']}",
             found.name,
@@ -213,6 +215,8 @@ def _opened(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """What `eqn` evaluates, if each of its results is one of that program's."""
     if eqn.primitive in (remat_p, jit_p, scan_p):
         return eqn.params["jaxpr"]
+    if is_shard_map(eqn):
+        return shard_map_body(eqn)
     return None
 
 

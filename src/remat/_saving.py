@@ -18,7 +18,15 @@ from remat._control_flow.cond import cond_split
 from remat._control_flow.nested import is_opened, remat_split
 from remat._control_flow.parts import Parts, Save, Saved
 from remat._control_flow.scan import scan_split
-from remat._jax import ClosedJaxpr, JaxprEqn, Literal, name_p
+from remat._control_flow.shard_map import shard_map_split
+from remat._jax import (
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    is_shard_map,
+    name_p,
+    side_effects,
+)
 from remat._policies import Policy, is_saveable
 
 
@@ -79,6 +87,8 @@ def _split(eqn: JaxprEqn, wanted: list[Var], policy: Policy, split: Save) -> Par
         return scan_split(eqn, wanted, split)
     if eqn.primitive is cond_p:
         return cond_split(eqn, wanted, split)
+    if is_shard_map(eqn):
+        return shard_map_split(eqn, wanted, split)
     if asks(policy, eqn):
         return Parts(eqn, tuple(wanted), None)
     return Parts(eqn, (), eqn)
@@ -89,7 +99,7 @@ def asks(policy: Policy, eqn: JaxprEqn) -> bool:
 
     What has an effect is saved, since it must not happen a second time.
     """
-    if eqn.effects:
+    if side_effects(eqn):
         return True
     avals = [v.aval for v in eqn.invars]
     return is_saveable(policy, policy(eqn.primitive, *avals, **eqn.params))

@@ -72,6 +72,7 @@ CHEAP = frozenset(
         "one_minus_square",
         "or",
         "pow",
+        "pvary",
         "real",
         "imag",
         "reduce_precision",

@@ -3,10 +3,10 @@
 Linearizing such a loop then stacks what the policy saves in an iteration and what the
 iteration starts from, and recomputes the rest iteration by iteration.
 
-A branch is recomputed just in time too, as long as nothing else needs its results
-again. Else it would be evaluated once for those and once more for its own derivative.
-Then the branch stays as it is: recomputed once, as a whole, it returns all that is
-needed of it.
+What is evaluated once (a branch, the body of a `shard_map`) is recomputed just in time
+too, as long as nothing else needs its results again. Else it would be evaluated once
+for those and once more for its own derivative. Then it stays as it is: recomputed once,
+as a whole, it returns all that is needed of it.
 """
 
 from functools import lru_cache
@@ -14,18 +14,24 @@ from functools import lru_cache
 from jax.extend.core import Var
 from jax.extend.core.primitives import cond_p, scan_p
 
-from remat._control_flow.nested import is_opened
 from remat._flatten import flatten
-from remat._jax import ClosedJaxpr, JaxprEqn, build_jaxpr, new_equation
+from remat._jax import (
+    ClosedJaxpr,
+    JaxprEqn,
+    build_jaxpr,
+    is_shard_map,
+    new_equation,
+    shard_map_body,
+)
 from remat._policies import Policy
 from remat._primitive import remat_p
 
 
 @lru_cache(maxsize=256)
 def with_checkpointed_bodies(
-    program: ClosedJaxpr, policy: Policy | None, keep_apart: bool, branches: bool
+    program: ClosedJaxpr, policy: Policy | None, keep_apart: bool, loops_only: bool
 ) -> ClosedJaxpr:
-    """`program` with the bodies of its loops checkpointed by `policy`.
+    """`program` with the programs in its equations checkpointed by `policy`.
 
     Bodies that are checkpoints already keep the policy that they have.
 
@@ -33,24 +39,28 @@ def with_checkpointed_bodies(
         program: calls inlined.
         policy: the policy of the checkpoint that evaluates it.
         keep_apart: whether recomputation is kept apart from the first computation.
-        branches: whether branches are checkpointed too, or only the loops in them.
+        loops_only: whether what is evaluated once (a branch, the body of a
+            `shard_map`) is not checkpointed too, but only the loops in it.
     """
+
+    def once(body: ClosedJaxpr) -> ClosedJaxpr:
+        if loops_only:
+            return with_checkpointed_bodies(
+                flatten(body), policy, keep_apart, loops_only
+            )
+        return _checkpointed(body, policy, keep_apart)
 
     def rewritten(eqn: JaxprEqn) -> JaxprEqn:
         params = eqn.params
         if eqn.primitive is scan_p:
             body = _checkpointed(params["jaxpr"], policy, keep_apart)
             return eqn.replace(params=dict(params, jaxpr=body))
+        if is_shard_map(eqn):
+            body = once(shard_map_body(eqn))
+            return eqn.replace(params=dict(params, jaxpr=body.jaxpr))
         if eqn.primitive is cond_p:
-            rewritten_branches = tuple(
-                _checkpointed(branch, policy, keep_apart)
-                if branches
-                else with_checkpointed_bodies(
-                    flatten(branch), policy, keep_apart, branches
-                )
-                for branch in params["branches"]
-            )
-            return eqn.replace(params=dict(params, branches=rewritten_branches))
+            branches = tuple(once(branch) for branch in params["branches"])
+            return eqn.replace(params=dict(params, branches=branches))
         return eqn
 
     eqns = [rewritten(eqn) for eqn in program.eqns]
@@ -60,13 +70,38 @@ def with_checkpointed_bodies(
     return build_jaxpr(jaxpr.invars, jaxpr.outvars, eqns, like=jaxpr)
 
 
+# What there is around the checkpoint of a body that has been differentiated or
+# transposed. The derivatives of these need nothing saved.
+_WITHOUT_RESIDUALS = frozenset(
+    [
+        "add_any",
+        "broadcast_in_dim",
+        "convert_element_type",
+        "copy",
+        "neg",
+        "pvary",
+        "psum",
+        "psum_invariant",
+        "reduce_sum",
+        "reshape",
+        "squeeze",
+    ]
+)
+
+
+def _is_checkpointed(body: ClosedJaxpr) -> bool:
+    """Whether `body` has nothing to save but in checkpoints."""
+    others = (e.primitive.name for e in body.eqns if e.primitive is not remat_p)
+    return _WITHOUT_RESIDUALS.issuperset(others)
+
+
 @lru_cache(maxsize=1024)
 def _checkpointed(
     body: ClosedJaxpr, policy: Policy | None, keep_apart: bool
 ) -> ClosedJaxpr:
     """A program that is one call of `body`."""
     body = flatten(body)
-    if not body.eqns or (len(body.eqns) == 1 and is_opened(body.eqns[0])):
+    if _is_checkpointed(body):
         return body
     assert not body.consts
     jaxpr = body.jaxpr

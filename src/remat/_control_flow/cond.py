@@ -185,8 +185,3 @@ def _zeros(example: Any) -> Any:
         data = jnp.zeros_like(jax.random.key_data(example))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(example))
     return jnp.zeros_like(example)
-
-
-def evaluates_branches(eqn: JaxprEqn) -> bool:
-    """Whether `eqn` is a branch that computes something rather than only chooses."""
-    return eqn.primitive is cond_p and any(b.eqns for b in eqn.params["branches"])

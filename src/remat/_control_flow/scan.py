@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import DropVar, Primitive, Var
+from jax.extend.core import DropVar, Var
 from jax.extend.core.primitives import scan_p
 
 from remat._control_flow.parts import (
@@ -21,6 +21,7 @@ from remat._control_flow.parts import (
     Results,
     Save,
     Saved,
+    opaque_p,
     partition,
     variables,
 )
@@ -206,7 +207,7 @@ def _scan_equation(
         consts, rest = operands[:num_consts], operands[num_consts:]
 
         def step(carry: Any, xs: Any) -> tuple[Any, Any]:
-            outs = _body_p.bind(*consts, *carry, *xs, out_types=out_types)
+            outs = opaque_p.bind(*consts, *carry, *xs, out_types=out_types)
             return outs[:num_carry], outs[num_carry:]
 
         carry, ys = lax.scan(
@@ -234,13 +235,3 @@ def _scan_equation(
         like=like,
         effects=body.effects,
     )
-
-
-_body_p = Primitive("body")
-_body_p.multiple_results = True
-
-
-@_body_p.def_abstract_eval
-def _body_abstract_eval(*avals: Any, out_types: tuple[Any, ...]) -> tuple[Any, ...]:
-    del avals
-    return out_types
