@@ -40,10 +40,13 @@ INSIDE = {
 
 
 @pytest.fixture(autouse=True)
-def _as_users_have_it() -> Iterator[None]:
-    # The libraries rely on the promotion of dtypes that is JAX's default.
+def _as_users_have_it_but_compiled_quickly() -> Iterator[None]:
+    # LLVM's optimizations come after buffers are assigned, and take much of the time.
+    jax.config.update("jax_disable_most_optimizations", True)
+    # Haiku relies on the promotion of dtypes that is JAX's default.
     with jax.numpy_dtype_promotion("standard"):
         yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def program(library: str) -> str:
