@@ -48,6 +48,8 @@ TITLES = {
     "a": "(a) named outputs",
     "b": "(b) dots",
     "c": "(c) every block",
+    "loop": "blocks in a scan",
+    "deep": "24 blocks, named outputs",
     "halving": "halving",
 }
 
@@ -76,7 +78,8 @@ class Key:
 
     (a) The whole loss is, and the outputs of blocks that have a name are saved; (b) the
     whole loss is, and products without batch dimensions are saved; (c) each block is,
-    by itself and without a policy; halving: see `halving_problem`.
+    by itself and without a policy; loop: see `loop_problem`; deep: as (a), with more
+    blocks; halving: see `halving_problem`.
     """
     library: str
 
@@ -89,6 +92,8 @@ class Problem:
     arguments: tuple[Any, ...]
     make_loss: Mapping[Key, Callable[[], Callable[..., Array]]]
     """Each returns a new function object: no trace of it is cached."""
+    most_builds: int | None = None
+    """Where one takes minutes, how many to make at most of each variant."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +179,47 @@ def model_problem(
     return Problem(title, arguments, dict(sorted(make_loss.items())))
 
 
+def loop_problem(config: gpt.Config) -> Problem:
+    """Return the GPT with its blocks in a `lax.scan`.
+
+    `remat.checkpoint` is put around the whole loss, with the outputs of blocks saved by
+    name; `jax.checkpoint` around the body of the loop, as it is written by hand.
+    """
+    params_key, batch_key = jax.random.split(jax.random.key(0))
+    params = gpt.stacked(gpt.init(params_key, config))
+
+    def plain(wrap_block: Transform | None = None) -> Callable[..., Array]:
+        def loss(params: Any, batch: Any) -> Array:
+            return gpt.loss(params, batch, config, wrap_block=wrap_block)
+
+        return loss
+
+    policy = remat.policies.save_only_these_names(gpt.NAME)
+    return Problem(
+        "GPT, blocks in a scan",
+        (params, gpt.make_batch(batch_key, config)),
+        {
+            Key("", ""): plain,
+            Key("loop", "jax"): lambda: plain(jax.checkpoint),
+            Key("loop", "remat"): lambda: remat.checkpoint(plain(), policy=policy),
+        },
+    )
+
+
+def deep_problem(config: gpt.Config) -> Problem:
+    """Return way (a) of a GPT with many blocks, to see what building it costs."""
+    whole = model_problem(f"GPT, {config.blocks} blocks", config, gpt)
+    return Problem(
+        whole.title,
+        whole.arguments,
+        {
+            Key("deep", library.name): whole.make_loss[Key("a", library.name)]
+            for library in LIBRARIES
+        },
+        most_builds=1,
+    )
+
+
 def halving_problem(functions: int, size: int) -> Problem:
     """Return the recursive scheme of the JAX documentation, nested in halves.
 
@@ -220,6 +266,7 @@ def measure(
         RuntimeError: if a variant's loss or gradients differ from the first one's.
     """
     keys = list(problem.make_loss)
+    repeats = min(repeats, problem.most_builds or repeats)
     task = progress.add_task(
         problem.title, total=(repeats + 1 + steps + 1) * len(keys), now=""
     )
@@ -290,10 +337,11 @@ def requirements(ratios: Mapping[str, Mapping[str, Ratios]]) -> list[Requirement
         ("GPT", "c", "temp"): 1.00,
         ("MLP", "a", "temp"): 0.30,
         ("MLP", "c", "temp"): 1.00,
+        ("loop", "loop", "temp"): 1.00,
     }
     required = [
         Requirement(
-            f"{name} {TITLES[way]}: {field}",
+            f"{titled(name, way)}: {field}",
             getattr(ratios[name][way], field),
             limit,
             timed=False,
@@ -303,18 +351,24 @@ def requirements(ratios: Mapping[str, Mapping[str, Ratios]]) -> list[Requirement
     ]
     for name, ways in ratios.items():
         for way, ratio in ways.items():
-            title = f"{name} {TITLES[way]}" if name in ("GPT", "MLP") else TITLES[way]
             times = {
                 "lower": (ratio.lower, 1.5),
                 "lower + compile": (ratio.total, 1.0),
             }
+            if way == "loop":  # the two are not the same program
+                times = {}
             if way != "halving":
                 times["step"] = (ratio.step, 1.05)
             required += [
-                Requirement(f"{title}: {what}", value, limit, timed=True)
+                Requirement(f"{titled(name, way)}: {what}", value, limit, timed=True)
                 for what, (value, limit) in times.items()
             ]
     return required
+
+
+def titled(name: str, way: str) -> str:
+    """Return which variants of which model are compared, in words."""
+    return f"{name} {TITLES[way]}" if name in ("GPT", "MLP") else TITLES[way]
 
 
 def describe(key: Key) -> str:
@@ -418,7 +472,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--model",
-        choices=("mlp", "gpt", "halving"),
+        choices=("mlp", "gpt", "loop", "deep", "halving"),
         action="append",
         help="measure only this; may be repeated",
     )
@@ -456,10 +510,14 @@ def main() -> int:
         if quick
         else gpt.Config()
     )
+    # Building takes as long for small arrays as for large ones.
+    deep_config = gpt.Config(blocks=24, width=64, length=64, batch=2, vocabulary=256)
     mlp_config = mlp.Config(width=64, batch=256) if quick else mlp.Config()
     makers: dict[str, Callable[[], Problem]] = {
         "MLP": lambda: model_problem("MLP", mlp_config, mlp),
         "GPT": lambda: model_problem("GPT", gpt_config, gpt),
+        "loop": lambda: loop_problem(gpt_config),
+        "deep": lambda: deep_problem(deep_config),
         "halving": lambda: halving_problem(64, 2**12 if quick else 2**18),
     }
     # In a pipe a table that is also valid Markdown, without escapes.
@@ -492,6 +550,7 @@ def main() -> int:
             "steps": options.steps,
             "GPT": asdict(gpt_config),
             "MLP": asdict(mlp_config),
+            "deep": asdict(deep_config),
         }
         options.json.write_text(as_json(settings, figures, ratios, required) + "\n")
     missed = any(not item.met and not item.timed for item in required)

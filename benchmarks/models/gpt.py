@@ -1,4 +1,4 @@
-"""A decoder-only transformer, its blocks unrolled."""
+"""A decoder-only transformer, its blocks unrolled or in a loop."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 
@@ -34,7 +34,8 @@ class Params(NamedTuple):
     """`[vocabulary, d]`, also the output matrix."""
     position: Array
     """`[length, d]`."""
-    blocks: list[BlockParams]
+    blocks: list[BlockParams] | BlockParams
+    """One for each block, or one of stacked arrays, which is looped over."""
     final_scale: Array
     """`[d]`, of the layer norm in front of the output matrix."""
 
@@ -88,6 +89,14 @@ def init(key: Array, config: Config) -> Params:
         blocks=blocks,
         final_scale=jnp.ones(d),
     )
+
+
+def stacked(params: Params) -> Params:
+    """Return the same parameters with those of the blocks along a leading axis."""
+    if isinstance(params.blocks, BlockParams):
+        return params
+    stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params.blocks)
+    return params._replace(blocks=stack)
 
 
 def make_batch(key: Array, config: Config) -> Batch:
@@ -154,8 +163,15 @@ def loss(
 
     wrapped = apply if wrap_block is None else wrap_block(apply)
     x = params.embedding[tokens] + params.position[: tokens.shape[1]]
-    for block_params in params.blocks:
-        x = name_block(wrapped(block_params, x))
+    if isinstance(params.blocks, BlockParams):
+
+        def step(x: Array, block_params: BlockParams) -> tuple[Array, None]:
+            return name_block(wrapped(block_params, x)), None
+
+        x, _ = lax.scan(step, x, params.blocks)
+    else:
+        for block_params in params.blocks:
+            x = name_block(wrapped(block_params, x))
     logits = layer_norm(x, params.final_scale) @ params.embedding.T
     log_probabilities = jax.nn.log_softmax(logits)
     picked = jnp.take_along_axis(log_probabilities, targets[..., None], axis=-1)

@@ -129,10 +129,15 @@ def scan_split(eqn: JaxprEqn, wanted: Sequence[Var], save: Save) -> Parts:
 
     again = run_again(rest)
     if again.extra:
-        carried = [v for v in rest if position[v] < num_carry or v in stack_of]
-        for results in [carried, *([v] for v in rest if v not in carried)]:
+        finals, stacks = partition(rest, lambda v: position[v] < num_carry)
+        carried, ys = partition(stacks, lambda v: v in stack_of)
+        # What the last iteration carries is one more of what is stacked.
+        for results, counted in [
+            ([*carried, *finals], carried or finals),
+            *(([v], [v]) for v in ys),
+        ]:
             extra_bytes = loop.stack_bytes(run_again(results).extra)
-            if extra_bytes >= sum(num_bytes(v.aval) for v in results) > 0:
+            if extra_bytes >= sum(num_bytes(v.aval) for v in counted) > 0:
                 direct += results
         rest = [v for v in rest if v not in direct]
         again = run_again(rest)
