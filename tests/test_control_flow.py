@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from counting import counted, equations, runs, runs_of
+from counting import counted, runs, runs_of
 from jax import lax
 from jax.extend.core.primitives import closed_call_p
 from problems import normal
@@ -393,15 +393,3 @@ def test_custom_vmap():
     for function in (fun, checkpointed):
         with pytest.raises(ValueError, match="reverse-mode"):
             jax.grad(lambda x, f=function: f(x).sum())(x)
-
-
-def test_inner_checkpoint_of_jax_is_staged_like_ours():
-    @remat.checkpoint
-    def fun(x):
-        inner = jax.checkpoint(lambda x: jnp.sin(counted(jnp.cos(x))))
-        return jnp.sum(inner(jnp.exp(x)))
-
-    jaxpr = jax.make_jaxpr(jax.grad(fun))(normal(3))
-    names = {eqn.primitive.name for eqn in equations(jaxpr)}
-    assert "remat" in names
-    assert "remat2" not in names

@@ -10,7 +10,7 @@ import pytest
 
 import remat
 
-README = pathlib.Path(__file__).parents[1] / "README.md"
+ROOT = pathlib.Path(__file__).parents[1]
 MODULES = [module.name for module in pkgutil.iter_modules(remat.__path__)]
 
 
@@ -25,15 +25,22 @@ def test_public_functions_have_an_example():
         assert ">>>" in (function.__doc__ or "")
 
 
-def test_example_of_the_readme(tmp_path, capsys):
-    text = README.read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    (table,) = re.findall(r"```pycon\n(.*?)```", text, re.DOTALL)
-    call, *shown = table.splitlines()
-    source = tmp_path / "model.py"
-    source.write_text(code)
+@pytest.mark.parametrize(
+    ("page", "source"), [("README.md", "model.py"), ("docs/inside.md", "layers.py")]
+)
+def test_examples_of_a_page(page, source, tmp_path, capsys):
+    """Blocks of Python are one program; what is shown of a session is printed."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"```(python|pycon)\n(.*?)```", text, re.DOTALL)
+    assert {kind for kind, _ in blocks} == {"python", "pycon"}
+    path = tmp_path / source
     namespace: dict[str, object] = {}
-    exec(compile(code, source, "exec"), namespace)
-    exec(call.removeprefix(">>> "), namespace)
-    printed = capsys.readouterr().out.replace(f"{source}", "model.py").splitlines()
-    assert shown == printed
+    for kind, block in blocks:
+        if kind == "python":
+            path.write_text(block)
+            exec(compile(block, path, "exec"), namespace)
+            continue
+        call, *shown = block.splitlines()
+        exec(call.removeprefix(">>> "), namespace)
+        printed = capsys.readouterr().out.replace(f"{path}", source).splitlines()
+        assert shown == printed
