@@ -15,6 +15,7 @@ from jax.ad_checkpoint import Offloadable
 import remat
 from remat import checkpoint, checkpoint_name, policies
 
+EITHER = policies.save_from_both_policies
 X = jnp.array([0.5, 1.0, 1.5])
 # The public name of what makes a mutable array has changed once.
 new_ref: Callable[..., Any] = getattr(jax, "new_ref", None) or jax.array_ref  # pyright: ignore[reportAttributeAccessIssue]
@@ -749,6 +750,33 @@ def test_argument_is_no_array_within_a_pytree():
     )
     # The whole dict can't be static, since it has an array in it.
     assert "static_argnames='params'" not in text
+
+
+def test_argument_is_no_array_within_an_object():
+    @jax.tree_util.register_dataclass
+    @dataclass
+    class Block:
+        w: jax.Array
+        kind: str
+
+    def applied(block):
+        return block.w
+
+    text = message(remat.UnsupportedError, lambda: checkpoint(applied)(Block(X, "a")))
+    assert text.startswith("The argument block.kind of applied is 'a' of type str")
+    assert "static_argnames" not in text
+    assert "Pass it as an argument of its own and mark that static" in text
+
+
+@pytest.mark.parametrize(
+    "policy", [lambda prim: True, lambda prim, *avals: True, lambda *avals, name: True]
+)
+@pytest.mark.parametrize(
+    "use", [lambda p: checkpoint(scaled, policy=p), lambda p: EITHER(p, p)]
+)
+def test_policy_with_another_signature(policy, use):
+    text = message(remat.PolicyError, lambda: use(policy))
+    assert "Give it the signature policy(prim, *avals, **params)." in text
 
 
 def test_argument_is_no_array_among_any_number():

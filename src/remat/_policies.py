@@ -6,6 +6,7 @@ allows is saved only where the backward pass needs it. The predefined policies a
 frozen dataclasses, so that they can be compared, hashed and printed.
 """
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -208,6 +209,16 @@ def check_policy(policy: object, position: str | None = None) -> None:
         raise PolicyError(
             f"{start}{policy!r}{end}, which is not callable. {accepted}{hint}"
         )
+    try:
+        inspect.signature(policy).bind(dot_general_p, None, None, a_parameter=None)
+    except TypeError:
+        raise PolicyError(
+            f"{start}{policy!r}{end}, which doesn't take what policies are asked with: "
+            "a primitive, the types of its operands and its parameters. Give it the "
+            "signature policy(prim, *avals, **params)."
+        ) from None
+    except ValueError:  # builtins may have no signature
+        pass
     try:
         hash(policy)
     except TypeError:

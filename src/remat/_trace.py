@@ -259,21 +259,27 @@ def _not_an_array(
     arguments = flat_arguments(fun, dynamic, named)
     leaves = jax.tree.leaves((dynamic, named))
     argument = next(a for a, x in zip(arguments, leaves, strict=True) if x is leaf)
-    whole = argument.path.count("[") == 0 or jax.tree.leaves(
-        dynamic[argument.where]
-        if isinstance(argument.where, int)
-        else named[argument.where]
-    ) == [leaf]
+    where = argument.where
+    whole = dynamic[where] if isinstance(where, int) else named[where]
     remedy = (
         f"Mark it static: remat.checkpoint({function_name(fun)}, "
         f"{static_remedy(fun, [argument.where])})."
-        if whole
+        if whole is leaf or _is_hashable(whole)
         else "Pass it as an argument of its own and mark that static, or close over it."
     )
     return UnsupportedError(
         f"The argument {argument.path} of {function_name(fun)} is {shown(leaf)} of "
         f"type {type(leaf).__name__}, which JAX can't trace. {remedy}"
     )
+
+
+def _is_hashable(value: object) -> bool:
+    """Whether `value` can be a static argument: it hashes, and so do its parts."""
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _mutable(what: str, fun: Callable[..., Any]) -> UnsupportedError:
