@@ -10,7 +10,7 @@ import jax
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from problems import assert_close, compiled
-from random_programs import Example, examples
+from random_compositions import Example, examples
 
 import remat
 
