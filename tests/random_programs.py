@@ -119,6 +119,7 @@ EXPRESSIONS: dict[str, tuple[str, ...]] = {
         "jax.nn.softmax({v})",
         "jnp.max({m} + steps, axis=1)",
         "jnp.mean({m}, axis=0)",
+        "steps",
     ),
     "m": (
         *ELEMENTWISE,
@@ -133,6 +134,7 @@ EXPRESSIONS: dict[str, tuple[str, ...]] = {
         "{m}[jnp.stack([{i}, {i}, {i}])]",
         "jnp.cumsum({m}, axis=1) / 3.0",
         "jax.nn.softmax({m}, axis=0)",
+        "jnp.eye(3)",
     ),
     "i": (
         "({i} + 1) % 3",
@@ -312,6 +314,10 @@ class Writer:
         outs = []
         for _ in range(self.pick(1, 1, 2)):
             args = self.several([*scope, *outs], params)
+            if self.draw(st.integers(0, 9)) == 9:  # a weak type
+                args = [
+                    "0.6" if t == "s" else v for v, t in zip(args, params, strict=True)
+                ]
             new = self.new(out_types)
             self.write(f"{listed(new)} = {name}({', '.join(args)})")
             outs += new

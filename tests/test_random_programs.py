@@ -17,7 +17,7 @@ NUM_EXAMPLES = int(os.environ.get("RANDOM_PROGRAMS", "40"))
 # Parts can run in parallel. Each has a seed of its own, so that the programs are the
 # same in every run.
 PART = 20
-TOLERANCE = 1e-4
+TOLERANCE = 1e-5
 
 
 def drawn(part: int, max_examples: int):
