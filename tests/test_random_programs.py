@@ -34,6 +34,11 @@ def drawn(part: int, max_examples: int):
     return decorate
 
 
+def strong(arrays):
+    """Without weak types, which a call can keep where the inlined function does not."""
+    return [jax.lax.convert_element_type(x, x.dtype) for x in arrays]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(-(-NUM_EXAMPLES // PART)))
 def test_random_programs(part):
@@ -46,7 +51,7 @@ def test_random_programs(part):
             # Most policies know names that the program does not have.
             warnings.simplefilter("ignore", remat.UnknownNameWarning)
             actual = fun(*args) if example.eager else compiled(fun)(*args)
-        assert_close(actual, expected, TOLERANCE)
+        assert_close(strong(actual), strong(expected), TOLERANCE)
 
     check()
     jax.clear_caches()  # they hold the compiled code of all examples
