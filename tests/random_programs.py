@@ -74,7 +74,7 @@ ELEMENTWISE = (
     "jnp.sin({x})",
     "jnp.tanh({x} * {x})",
     'checkpoint_name({x}, "{name}")',
-    'checkpoint_name(jnp.tanh({x}), "{name}")',
+    "jnp.tanh({x})",
     "{x} * jnp.cos({x})",
     "0.5 * ({x} - {x})",
     "jnp.exp(-jnp.square({x}))",
@@ -124,7 +124,6 @@ EXPRESSIONS: dict[str, tuple[str, ...]] = {
     "m": (
         *ELEMENTWISE,
         "{m} @ {m} / 3.0",
-        'checkpoint_name({m} @ {m}, "{name}") / 3.0',
         "jnp.tanh({m} @ {m}.T)",
         "jnp.outer({v}, {v})",
         "jnp.broadcast_to({v}[:, None], (3, 3))",
@@ -299,7 +298,10 @@ class Writer:
             elif placeholder is not None:
                 wanted = kind if placeholder == "x" else placeholder
                 pieces.append(self.one_of(scope, wanted))
-        self.write(f"{name} = {''.join(pieces)}")
+        code = "".join(pieces)
+        if kind in FLOATS and self.draw(st.integers(0, 2)) == 2:
+            code = f'checkpoint_name({code}, "{self.draw(NAMES)}")'
+        self.write(f"{name} = {code}")
         return name
 
     def called(self, scope: list[str], depth: int, decorator: str) -> list[str]:
