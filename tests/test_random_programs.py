@@ -61,7 +61,7 @@ def test_examples_vary():
     """What is to be drawn is drawn, if not in every part."""
     found: list[Example] = []
 
-    @drawn(0, 150)
+    @drawn(0, 300)
     def collect(example):
         found.append(example)
 
