@@ -17,7 +17,7 @@ unexport PYTHONHOME PYTHONPATH VIRTUAL_ENV
 run = $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-matrix lint format bench wheel lock clean
+.PHONY: help demo test test-random test-matrix lint format bench wheel lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | \
@@ -33,6 +33,11 @@ demo: ## train a small GPT with and without rematerialization
 test: ## run the tests on one JAX
 	@tools/env sync $(VENV) test
 	$(run) -m pytest $(ARGS)
+
+test-random: ## compare a thousand random programs with the undecorated ones
+	@tools/env sync $(VENV) test
+	RANDOM_PROGRAMS=$${RANDOM_PROGRAMS:-1000} \
+	$(run) -m pytest tests/test_random_programs.py $(ARGS)
 
 test-matrix: ## run the tests on every supported JAX whose Python is found
 	@tools/env uv --version

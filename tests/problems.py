@@ -121,7 +121,7 @@ def directions(tree: Any, seed: int = 0) -> Any:
             values = values + 1j * rng.normal(size=aval.shape)
         # Weak types are kept: an argument of weak type has such a tangent.
         if getattr(aval, "weak_type", False):
-            return jax.lax.full_like(jnp.asarray(x), float(values))
+            return jax.lax.full_like(jnp.asarray(x), float(values.sum()))
         return jnp.asarray(values, aval.dtype)
 
     return jax.tree.map(direction, tree)
