@@ -1,6 +1,6 @@
 """Reverse mode: `jax.vjp`, `jax.grad` and `jax.value_and_grad`."""
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -207,3 +207,19 @@ def test_explicit_sharding(policy):
             plain = jax.jit(jax.grad(f, (0, 1)))(w, x)
             assert_close(actual, plain, 1e-5)
             assert [a.sharding for a in actual] == [e.sharding for e in plain]
+
+
+@pytest.mark.parametrize("policy", [None, remat.policies.everything_saveable], ids=str)
+def test_argument_that_no_result_depends_on_differentiably(policy):
+    def of_scan(checkpoint, x):
+        _, ys = jax.lax.scan(lambda c, _: (jnp.sin(c), c), x, None, length=3)
+
+        @checkpoint
+        def stopped(x, y):
+            return jnp.sin(x) + jax.lax.stop_gradient(y), 2.0 * jax.lax.stop_gradient(y)
+
+        return jnp.sum(stopped(x, ys[0])[0])
+
+    x = normal(3)
+    actual = jax.grad(partial(of_scan, partial(remat.checkpoint, policy=policy)))(x)
+    assert_close(actual, jax.grad(partial(of_scan, unchanged))(x), 1e-6)

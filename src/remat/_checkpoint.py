@@ -184,7 +184,10 @@ def remat_jvp(
         **common,
     )
     saved = [results[i] for i in parts.saved]
-    active = [t for t, nz in zip(tangents, nonzero, strict=True) if nz]
+    given = (t for t, nz in zip(tangents, nonzero, strict=True) if nz)
+    # A tangent that nothing reads would have a zero for a cotangent, which the rule of
+    # scan in jax 0.10 can't take.
+    active = [t for t, read in zip(given, parts.active, strict=True) if read]
     keep_apart = any(prevent_cse)
     out_tangents = iter(
         remat_p.bind(

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jaxlib
 from jax import lax
-from jax.extend import core, linear_util
+from jax.extend import core, linear_util, source_info_util
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import closed_call_p, jit_p, name_p
 from jax.extend.core.primitives import remat_p as jax_remat_p
@@ -178,7 +178,7 @@ def source_location(eqn: JaxprEqn) -> tuple[str, str] | None:
     if traceback is None or _user_frames is None:
         return None
     for frame in _user_frames(traceback):
-        if not frame.file_name.startswith((_JAX_FOLDER, _OWN_FOLDER)):
+        if not is_in_jax(frame.file_name):
             source = f"{frame.file_name}:{frame.start_line}"
             return source, f"{source} ({frame.function_name})"
     return None
@@ -248,8 +248,9 @@ def is_in_jax(path: str) -> bool:
     return path.startswith(_JAX_FOLDER)
 
 
+# Our frames are none of the user's: not in messages, profiles and compiled programs.
+source_info_util.register_exclusion(os.path.dirname(__file__) + os.sep)
 _JAX_FOLDER = os.path.dirname(jax.__file__) + os.sep
-_OWN_FOLDER = os.path.dirname(__file__) + os.sep
 
 
 def with_consts_as_operands(closed: ClosedJaxpr) -> ClosedJaxpr:

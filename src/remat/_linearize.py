@@ -229,6 +229,7 @@ class Split:
         recomputed: the equations of `tangent` that depend on no tangent.
         saved: for each saved value, its position among the results of `known`.
         needed: positions of the operands that `tangent` reads.
+        active: of the differentiated operands, those whose tangent it reads.
         out_nonzero: for each output, whether it has a tangent.
     """
 
@@ -239,6 +240,7 @@ class Split:
     recomputed: tuple[JaxprEqn, ...]
     saved: tuple[int, ...]
     needed: tuple[int, ...]
+    active: tuple[bool, ...]
     out_nonzero: tuple[bool, ...]
 
 
@@ -291,9 +293,12 @@ def _split(linearized: Linearized, policy: Policy | None) -> Split:
     tangent_eqns = [*part.recomputed, *linear]
     out_tangents = [v for v in linearized.out_tangents if v is not None]
     read = {v for e in tangent_eqns for v in e.invars if isinstance(v, Var)}
+    read |= {v for v in out_tangents if isinstance(v, Var)}
+    active = [v in read for v in linearized.tangents]
+    tangents, _ = _partition(linearized.tangents, active)
     needed = [i for i, v in enumerate(primal.invars) if v in read]
     tangent = build_jaxpr(
-        [*part.values, *(primal.invars[i] for i in needed), *linearized.tangents],
+        [*part.values, *(primal.invars[i] for i in needed), *tangents],
         out_tangents,
         tangent_eqns,
         like=primal,
@@ -306,6 +311,7 @@ def _split(linearized: Linearized, policy: Policy | None) -> Split:
         part.recomputed,
         tuple(position[v] for v in part.values),
         tuple(needed),
+        tuple(active),
         tuple(v is not None for v in linearized.out_tangents),
     )
 

@@ -1,11 +1,12 @@
 """Nested checkpoints, opened for the policy of the one around them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from jax.extend.core import Var
 
 from remat._control_flow.parts import Atom, Parts, Results, Save, partition, variables
-from remat._jax import JaxprEqn, build_jaxpr, new_equation
+from remat._jax import JaxprEqn, build_jaxpr, dce, new_equation
 from remat._primitive import remat_p
 
 
@@ -23,6 +24,8 @@ def remat_split(eqn: JaxprEqn, wanted: Sequence[Var], save: Save) -> Parts:
     jaxpr = program.jaxpr
     inner = dict(zip(eqn.outvars, jaxpr.outvars, strict=True))
     part = save(program, variables(inner[v] for v in wanted))
+    if not part.values:
+        return Parts(eqn, (), _again(eqn, wanted))
     direct, rest = partition(wanted, lambda v: part.keeps(inner[v]))
 
     results, added = Results(eqn), []
@@ -57,3 +60,22 @@ def remat_split(eqn: JaxprEqn, wanted: Sequence[Var], save: Save) -> Parts:
         effects=again.effects,
     )
     return Parts(known, saved, recomputed)
+
+
+def _again(eqn: JaxprEqn, wanted: Sequence[Var]) -> JaxprEqn:
+    """The part of `eqn` that makes `wanted`; equal parts evaluate the same program."""
+    params = eqn.params
+    is_wanted = tuple(v in wanted for v in eqn.outvars)
+    program, is_read = dce(params["jaxpr"], is_wanted)
+
+    def read(values: Sequence[Any]) -> list[Any]:
+        return [x for x, yes in zip(values, is_read, strict=True) if yes]
+
+    return new_equation(
+        remat_p,
+        read(eqn.invars),
+        [v for v, yes in zip(eqn.outvars, is_wanted, strict=True) if yes],
+        dict(params, jaxpr=program, prevent_cse=tuple(read(params["prevent_cse"]))),
+        like=eqn,
+        effects=program.effects,
+    )
