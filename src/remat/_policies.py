@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.extend.core.primitives import conv_general_dilated_p, dot_general_p
 
 from remat._errors import NameArgumentError, PolicyError
-from remat._jax import name_p
+from remat._jax import JaxprEqn, name_p, side_effects
 
 Policy = Callable[..., Any]
 
@@ -253,6 +253,17 @@ def is_saveable(policy: Policy, answer: object) -> bool:
         "of jax.ad_checkpoint.Saveable and Recompute. Return True for an equation "
         "whose results may be saved and False for one to recompute."
     )
+
+
+def asks(policy: Policy, eqn: JaxprEqn) -> bool:
+    """Whether `policy` lets the results of `eqn` be saved.
+
+    What has an effect is saved, since it must not happen a second time.
+    """
+    if side_effects(eqn):
+        return True
+    avals = [v.aval for v in eqn.invars]
+    return is_saveable(policy, policy(eqn.primitive, *avals, **eqn.params))
 
 
 def saved_names(policy: Policy | None) -> frozenset[str]:

@@ -25,9 +25,8 @@ from remat._jax import (
     Literal,
     is_shard_map,
     name_p,
-    side_effects,
 )
-from remat._policies import Policy, is_saveable
+from remat._policies import Policy, asks
 
 
 def save(program: ClosedJaxpr, wanted: Iterable[Var], policy: Policy) -> Saved:
@@ -37,6 +36,7 @@ def save(program: ClosedJaxpr, wanted: Iterable[Var], policy: Policy) -> Saved:
     stands for the value itself: `y = checkpoint_name(tanh(x), "y")` saves the tanh,
     though the derivative of tanh reads the value from before it was named.
     """
+    wanted = tuple(wanted)
     eqns = list(program.eqns)
     copy_of = _named_copies(eqns, policy)
     made = {v for eqn in eqns for v in eqn.outvars}
@@ -77,6 +77,7 @@ def save(program: ClosedJaxpr, wanted: Iterable[Var], policy: Policy) -> Saved:
         tuple(v for eqn in eqns for v in eqn.outvars if v in saved),
         tuple(renamed(eqn, stands_for) for eqn in recomputed),
         stands_for,
+        frozenset(wanted),
     )
 
 
@@ -84,7 +85,7 @@ def _split(eqn: JaxprEqn, wanted: list[Var], policy: Policy, split: Save) -> Par
     if is_opened(eqn):
         return remat_split(eqn, wanted, split)
     if eqn.primitive is scan_p:
-        return scan_split(eqn, wanted, split)
+        return scan_split(eqn, wanted, split, policy)
     if eqn.primitive is cond_p:
         return cond_split(eqn, wanted, split)
     if is_shard_map(eqn):
@@ -92,17 +93,6 @@ def _split(eqn: JaxprEqn, wanted: list[Var], policy: Policy, split: Save) -> Par
     if asks(policy, eqn):
         return Parts(eqn, tuple(wanted), None)
     return Parts(eqn, (), eqn)
-
-
-def asks(policy: Policy, eqn: JaxprEqn) -> bool:
-    """Whether `policy` lets the results of `eqn` be saved.
-
-    What has an effect is saved, since it must not happen a second time.
-    """
-    if side_effects(eqn):
-        return True
-    avals = [v.aval for v in eqn.invars]
-    return is_saveable(policy, policy(eqn.primitive, *avals, **eqn.params))
 
 
 def renamed(eqn: JaxprEqn, names: dict[Var, Var]) -> JaxprEqn:

@@ -23,7 +23,7 @@ from remat._jax import (
     new_equation,
     shard_map_body,
 )
-from remat._policies import Policy
+from remat._policies import Policy, everything_saveable
 from remat._primitive import remat_p
 
 
@@ -42,6 +42,8 @@ def with_checkpointed_bodies(
         loops_only: whether what is evaluated once (a branch, the body of a
             `shard_map`) is not checkpointed too, but only the loops in it.
     """
+    if policy == everything_saveable:
+        return program  # nothing is recomputed
 
     def once(body: ClosedJaxpr) -> ClosedJaxpr:
         if loops_only:

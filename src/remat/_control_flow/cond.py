@@ -5,11 +5,12 @@ type of different branches share a result.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Var
+from jax.extend.core import DropVar, Var
 from jax.extend.core.primitives import cond_p
 
 from remat._control_flow.parts import (
@@ -28,6 +29,7 @@ from remat._jax import (
     build_jaxpr,
     is_extended,
     new_equation,
+    side_effects,
     trace,
 )
 from remat._stage import depends_on
@@ -42,19 +44,22 @@ def cond_split(eqn: JaxprEqn, wanted: Sequence[Var], save: Save) -> Parts:
     def inside(branch: ClosedJaxpr, results: Sequence[Var]) -> list[Atom]:
         return [branch.jaxpr.outvars[position[v]] for v in results]
 
+    programs = [_parted(b) for b in branches]
+
     def save_each(results: Sequence[Var]) -> list[Saved]:
-        return [save(b, variables(inside(b, results))) for b in branches]
+        return [
+            _with_fixed(save(varying, variables(inside(branch, results))), fixed)
+            for branch, (varying, fixed) in zip(branches, programs, strict=True)
+        ]
 
     parts = save_each(wanted)
-    fills = [_fills(b) for b in branches]
 
     def is_direct(v: Var) -> bool:
-        """Whether `v` is saved in a branch, and the others only fill it."""
-        results = [inside(b, [v])[0] for b in branches]
-        kept = [part.keeps(u) for part, u in zip(parts, results, strict=True)]
-        return any(kept) and all(
-            keep or not isinstance(u, Var) or u in fill
-            for keep, u, fill in zip(kept, results, fills, strict=True)
+        """Whether a branch saves `v`; then what others return there is kept as well."""
+        return any(
+            part.keeps(u)
+            for branch, part in zip(branches, parts, strict=True)
+            for u in inside(branch, [v])
         )
 
     direct, rest = partition(wanted, is_direct)
@@ -140,16 +145,33 @@ def cond_split(eqn: JaxprEqn, wanted: Sequence[Var], save: Save) -> Parts:
     return Parts(known, tuple(dict.fromkeys(saved)), recomputed)
 
 
-def _fills(branch: ClosedJaxpr) -> set[Var]:
-    """What `branch` makes of nothing, in place of what another branch returns."""
-    eqns = branch.eqns
-    dependent = depends_on(eqns, branch.jaxpr.invars)
-    return {
-        v
-        for eqn, depends in zip(eqns, dependent, strict=True)
-        if not depends
-        for v in eqn.outvars
-    }
+def _parted(branch: ClosedJaxpr) -> tuple[ClosedJaxpr, list[JaxprEqn]]:
+    """`branch` less the equations that make something of nothing, and those.
+
+    What they make often fills the place of what another branch returns, and is not
+    worth saving.
+    """
+    jaxpr = branch.jaxpr
+    dependent = depends_on(branch.eqns, jaxpr.invars)
+    fixed, varying = [], []
+    for eqn, depends in zip(branch.eqns, dependent, strict=True):
+        (varying if depends or side_effects(eqn) else fixed).append(eqn)
+    made = [v for e in fixed for v in e.outvars if not isinstance(v, DropVar)]
+    program = build_jaxpr([*jaxpr.invars, *made], jaxpr.outvars, varying, like=jaxpr)
+    return program, fixed
+
+
+def _with_fixed(part: Saved, fixed: Sequence[JaxprEqn]) -> Saved:
+    """`part` of a program that read what the equations `fixed` make, with those."""
+    read = part.reads(part.wanted)
+    needed: list[JaxprEqn] = []
+    for eqn in reversed(fixed):
+        if not read.isdisjoint(eqn.outvars):
+            needed.insert(0, eqn)
+            read |= variables(eqn.invars)
+    return replace(
+        part, eqns=(*fixed, *part.eqns), recomputed=(*needed, *part.recomputed)
+    )
 
 
 def _returning_too(

@@ -6,7 +6,15 @@ from typing import Any
 from jax.extend.core import Var
 
 from remat._control_flow.parts import Atom, Parts, Results, Save, partition, variables
-from remat._jax import JaxprEqn, build_jaxpr, dce, new_equation
+from remat._jax import (
+    ClosedJaxpr,
+    JaxprEqn,
+    build_jaxpr,
+    dce,
+    name_p,
+    new_equation,
+)
+from remat._policies import Policy, asks
 from remat._primitive import remat_p
 
 
@@ -16,6 +24,27 @@ def is_opened(eqn: JaxprEqn) -> bool:
     return (
         eqn.primitive is remat_p and not params["staged"] and not params["num_linear"]
     )
+
+
+def named_operands(program: ClosedJaxpr, policy: Policy) -> set[Var]:
+    """The operands of `program` that it gives a name which `policy` saves."""
+    source = {v: v for v in program.jaxpr.invars}
+    named: set[Var] = set()
+    for eqn in program.eqns:
+        if eqn.primitive is name_p and isinstance(v := eqn.invars[0], Var):
+            if v in source:
+                source[eqn.outvars[0]] = source[v]
+                if asks(policy, eqn):
+                    named.add(source[v])
+        elif is_opened(eqn):
+            inner = eqn.params["jaxpr"]
+            named_inside = named_operands(inner, policy)
+            named |= {
+                source[v]
+                for v, u in zip(eqn.invars, inner.jaxpr.invars, strict=True)
+                if u in named_inside and isinstance(v, Var) and v in source
+            }
+    return named
 
 
 def remat_split(eqn: JaxprEqn, wanted: Sequence[Var], save: Save) -> Parts:

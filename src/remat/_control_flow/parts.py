@@ -26,12 +26,14 @@ class Saved:
         values: what of their results is saved, in order.
         recomputed: equations that make what was wanted from `values` and operands.
         stands_for: for values that a saved copy stands for, that copy.
+        wanted: what was wanted.
     """
 
     eqns: tuple[JaxprEqn, ...]
     values: tuple[Var, ...]
     recomputed: tuple[JaxprEqn, ...]
     stands_for: dict[Var, Var]
+    wanted: frozenset[Var]
 
     def copy(self, atom: Atom) -> Atom:
         """What stands for `atom` among the saved values and in the slice."""

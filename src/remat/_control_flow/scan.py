@@ -15,6 +15,7 @@ from jax import lax
 from jax.extend.core import DropVar, Var
 from jax.extend.core.primitives import scan_p
 
+from remat._control_flow.nested import named_operands
 from remat._control_flow.parts import (
     Atom,
     Parts,
@@ -36,6 +37,7 @@ from remat._jax import (
     stacked_type,
     trace,
 )
+from remat._policies import Policy
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +88,9 @@ def _loop(eqn: JaxprEqn) -> _Loop:
     )
 
 
-def scan_split(eqn: JaxprEqn, wanted: Sequence[Var], save: Save) -> Parts:
+def scan_split(
+    eqn: JaxprEqn, wanted: Sequence[Var], save: Save, policy: Policy
+) -> Parts:
     """Stack what is saved in each iteration.
 
     Where recomputing a result would need further stacks of no fewer bytes than it has,
@@ -109,7 +113,20 @@ def scan_split(eqn: JaxprEqn, wanted: Sequence[Var], save: Save) -> Parts:
         v: loop.carry_out[stack_of[v]] if v in stack_of else inner[v] for v in wanted
     }
     part = save(loop.body, variables(made_of.values()))
-    direct, rest = partition(wanted, lambda v: part.keeps(made_of[v]))
+    named = named_operands(loop.body, policy)
+    direct, rest = partition(
+        wanted,
+        lambda v: (
+            part.keeps(made_of[v])
+            # A carry may have its name at the start of the next iteration.
+            or (v in stack_of and loop.carry_in[stack_of[v]] in named)
+        ),
+    )
+
+    # What the last iteration hands on is one more of what is stacked.
+    stacked_carries = {stack_of[v] for v in direct if v in stack_of}
+    more, rest = partition(rest, lambda v: position[v] in stacked_carries)
+    direct += more
 
     def run_again(results: list[Var]) -> _Again:
         """What makes `results`, from the start of the loop and from saved stacks."""
@@ -131,7 +148,6 @@ def scan_split(eqn: JaxprEqn, wanted: Sequence[Var], save: Save) -> Parts:
     if again.extra:
         finals, stacks = partition(rest, lambda v: position[v] < num_carry)
         carried, ys = partition(stacks, lambda v: v in stack_of)
-        # What the last iteration carries is one more of what is stacked.
         for results, counted in [
             ([*carried, *finals], carried or finals),
             *(([v], [v]) for v in ys),
