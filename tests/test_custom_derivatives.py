@@ -402,6 +402,65 @@ def test_two_calls_with_the_same_input(policy, times):
     assert counts == {"a": times, "b": times}
 
 
+def without_rule(kind):
+    """A function with a rule that has nothing to do here, and a name in it."""
+
+    def sine(x):
+        return checkpoint_name(counted(jnp.sin(x), "primal"), "y")
+
+    if kind == "custom_vmap":
+        function = jax.custom_batching.custom_vmap(sine)
+        function.def_vmap(lambda size, batched, x: (sine(x), batched[0]))
+        return function
+    if kind == "custom_jvp":
+        function = jax.custom_jvp(sine)
+        function.defjvp(lambda x, t: (function(*x), 3.0 * t[0]))
+    else:
+        function = jax.custom_vjp(sine)
+        function.defvjp(lambda x: (function(x), x), lambda x, ct: (3.0 * ct * x,))
+    return function
+
+
+@pytest.mark.parametrize(("policy", "times"), [(None, 2), ("y", 1)])
+@pytest.mark.parametrize("kind", ["custom_jvp", "custom_vjp", "custom_vmap"])
+def test_rule_that_is_not_asked_for(kind, policy, times):
+    """A call that is not differentiated stays one, and its result may be saved."""
+    function = without_rule(kind)
+
+    def fun(w, x):
+        return jnp.sum(jnp.sin(function(jnp.exp(x)) * w))
+
+    if policy is not None:
+        policy = policies.save_only_these_names(policy)
+    checkpointed = remat.checkpoint(fun, policy=policy)
+    actual, counts = values_and_counts(checkpointed, X, X)
+    assert_close(actual, values_and_counts(fun, X, X)[0], 1e-5)
+    assert counts == {"primal": times}
+    if kind != "custom_vmap":  # the rule is still there for the next derivative
+
+        def mixed(fun):
+            first = jax.grad(fun)
+            return compiled(jax.grad(lambda x: jnp.sum(first(X, x) ** 2)))(X)
+
+        assert_close(mixed(checkpointed), mixed(fun), 1e-4)
+
+
+def test_results_of_one_call_saved_and_not():
+    @jax.custom_jvp
+    def both(x):
+        return checkpoint_name(counted(jnp.sin(x), "a"), "a"), counted(jnp.cos(x), "b")
+
+    both.defjvp(lambda x, t: (both(*x), (t[0], t[0])))
+
+    @partial(remat.checkpoint, policy=policies.save_only_these_names("a"))
+    def fun(w, x):
+        a, b = both(jnp.exp(x))
+        return jnp.sum(jnp.sin(a * w) * jnp.sin(b * w))
+
+    # What is saved is not asked for a second time.
+    assert values_and_counts(fun, X, X)[1] == {"a": 1, "b": 2}
+
+
 @pytest.mark.parametrize("name", [name for name, r in RULES.items() if r.forward])
 @pytest.mark.parametrize("place", ["plain", "in_scan"])
 def test_forward_mode(name, place):

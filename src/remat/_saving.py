@@ -19,6 +19,7 @@ from remat._control_flow.nested import (
     call_split,
     is_opened,
     remat_split,
+    result_split,
 )
 from remat._control_flow.parts import Parts, Save, Saved
 from remat._control_flow.scan import scan_split
@@ -27,6 +28,7 @@ from remat._jax import (
     ClosedJaxpr,
     JaxprEqn,
     Literal,
+    call_with_rule,
     is_shard_map,
     name_p,
     rewritable_call,
@@ -98,6 +100,8 @@ def _split(eqn: JaxprEqn, wanted: list[Var], policy: Policy, split: Save) -> Par
         return Parts(eqn, tuple(wanted), None)
     if (program := rewritable_call(eqn)) is not None:
         return call_split(eqn, program, wanted, split)
+    if (program := call_with_rule(eqn)) is not None:
+        return result_split(eqn, program, wanted, split)
     return Parts(eqn, (), eqn)
 
 

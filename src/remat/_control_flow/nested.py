@@ -1,12 +1,12 @@
 """Calls, opened for the policy of the program around them.
 
-Those that are left in a program are nested checkpoints, and forward rules that wait
-for what becomes of their residuals.
+Those that are left in a program are nested checkpoints, forward rules that wait for
+what becomes of their residuals, and functions with a rule that was not asked for.
 """
 
 from collections.abc import Callable, Sequence
 
-from jax.extend.core import Var
+from jax.extend.core import DropVar, Var
 from jax.extend.core.primitives import closed_call_p
 
 from remat._control_flow.parts import Atom, Parts, Results, Save, partition, variables
@@ -71,6 +71,24 @@ def call_split(
         )
 
     return _split(eqn, program, wanted, save, evaluating)
+
+
+def result_split(
+    eqn: JaxprEqn, program: ClosedJaxpr, wanted: Sequence[Var], save: Save
+) -> Parts:
+    """Save the results of a call that are saved in the program that it evaluates.
+
+    The call stays as it is, with its rule for derivatives, so that nothing else in it
+    can be saved.
+    """
+    program = flatten(program)
+    inner = dict(zip(eqn.outvars, program.jaxpr.outvars, strict=True))
+    part = save(program, variables(inner[v] for v in wanted))
+    direct, rest = partition(wanted, lambda v: part.keeps(inner[v]))
+    if not rest:
+        return Parts(eqn, tuple(direct), None)
+    outvars = [v if v in rest else DropVar(v.aval) for v in eqn.outvars]
+    return Parts(eqn, tuple(direct), eqn.replace(outvars=outvars))
 
 
 def _split(
