@@ -571,6 +571,34 @@ def optimize_remat(checkpoint):
     return of_rule, (normal(3),)
 
 
+@problem(forward=False)
+def rules_not_asked_for(checkpoint):
+    """Functions with rules that are not differentiated, named inside."""
+
+    @jax.custom_vjp
+    def backward_rule(x):
+        return checkpoint_name(jnp.sin(x), "a")
+
+    backward_rule.defvjp(
+        lambda x: (checkpoint_name(jnp.sin(x), "a"), x), lambda x, ct: (3.0 * ct * x,)
+    )
+
+    @jax.custom_jvp
+    def forward_rule(x):
+        return checkpoint_name(jnp.cos(x), "b"), jnp.sin(x)
+
+    forward_rule.defjvp(lambda x, t: (forward_rule(*x), (3.0 * t[0], t[0])))
+
+    @checkpoint
+    def of_rules(n, w):
+        x = jnp.exp(n.astype(w.dtype) / 3.0)
+        y = jnp.sin(backward_rule(x) * backward_rule(w))
+        b, c = forward_rule(x)
+        return jnp.sin(y * b) * jnp.sin(w * c)
+
+    return of_rules, (jnp.arange(3), normal(3))
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def applied(fun, x):
     return fun(x)

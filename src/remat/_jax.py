@@ -172,6 +172,30 @@ def users_checkpoint(eqn: JaxprEqn) -> ClosedJaxpr | None:
     return ClosedJaxpr(eqn.params["jaxpr"], ())
 
 
+def rewritable_call(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """What `eqn` evaluates if it is a call that may return more than it does.
+
+    Besides a plain one that is the forward rule of a `custom_vjp` made with
+    `optimize_remat=True`, whose primitive is private.
+    """
+    if eqn.primitive is closed_call_p and not eqn.params["call_jaxpr"].consts:
+        return eqn.params["call_jaxpr"]
+    return eqn.params["fwd_jaxpr"] if eqn.primitive.name == "remat_opt" else None
+
+
+_CALLS_WITH_RULE = {
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vmap_call": "call",
+}
+
+
+def call_with_rule(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """What `eqn` evaluates if it is a call with a rule for some transformation."""
+    parameter = _CALLS_WITH_RULE.get(eqn.primitive.name)
+    return None if parameter is None else eqn.params[parameter]
+
+
 def source_location(eqn: JaxprEqn) -> tuple[str, str] | None:
     """Where in the user's own code `eqn` was made: `file:line`, and that in words."""
     traceback = eqn.source_info.traceback

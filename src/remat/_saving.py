@@ -15,7 +15,12 @@ from jax.extend.core import Var, jaxprs_in_params
 from jax.extend.core.primitives import cond_p, scan_p
 
 from remat._control_flow.cond import cond_split
-from remat._control_flow.nested import is_opened, remat_split
+from remat._control_flow.nested import (
+    call_split,
+    is_opened,
+    remat_split,
+    result_split,
+)
 from remat._control_flow.parts import Parts, Save, Saved
 from remat._control_flow.scan import scan_split
 from remat._control_flow.shard_map import shard_map_split
@@ -23,8 +28,10 @@ from remat._jax import (
     ClosedJaxpr,
     JaxprEqn,
     Literal,
+    call_with_rule,
     is_shard_map,
     name_p,
+    rewritable_call,
 )
 from remat._policies import Policy, asks
 
@@ -92,6 +99,10 @@ def _split(eqn: JaxprEqn, wanted: list[Var], policy: Policy, split: Save) -> Par
         return shard_map_split(eqn, wanted, split)
     if asks(policy, eqn):
         return Parts(eqn, tuple(wanted), None)
+    if (program := rewritable_call(eqn)) is not None:
+        return call_split(eqn, program, wanted, split)
+    if (program := call_with_rule(eqn)) is not None:
+        return result_split(eqn, program, wanted, split)
     return Parts(eqn, (), eqn)
 
 

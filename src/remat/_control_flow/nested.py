@@ -1,11 +1,25 @@
-"""Nested checkpoints, opened for the policy of the one around them."""
+"""Calls, opened for the policy of the program around them.
 
-from collections.abc import Sequence
+Those that are left in a program are nested checkpoints, forward rules that wait for
+what becomes of their residuals, and functions with a rule that was not asked for.
+"""
+
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax.extend.core import Var
+from jax.extend.core import DropVar, Var
+from jax.extend.core.primitives import closed_call_p
 
-from remat._control_flow.parts import Atom, Parts, Results, Save, partition, variables
+from remat._control_flow.parts import (
+    Atom,
+    Parts,
+    Results,
+    Save,
+    Saved,
+    partition,
+    variables,
+)
+from remat._flatten import flatten
 from remat._jax import (
     ClosedJaxpr,
     JaxprEqn,
@@ -50,11 +64,85 @@ def named_operands(program: ClosedJaxpr, policy: Policy) -> set[Var]:
 def remat_split(eqn: JaxprEqn, wanted: Sequence[Var], save: Save) -> Parts:
     """Save what is saved in the program that a nested checkpoint evaluates."""
     params, program = eqn.params, eqn.params["jaxpr"]
-    jaxpr = program.jaxpr
-    inner = dict(zip(eqn.outvars, jaxpr.outvars, strict=True))
+    inner = dict(zip(eqn.outvars, program.jaxpr.outvars, strict=True))
     part = save(program, variables(inner[v] for v in wanted))
     if not part.values:
         return Parts(eqn, (), _again(eqn, wanted))
+
+    def evaluating(
+        body: ClosedJaxpr, operands: Sequence[Atom], results: Sequence[Var]
+    ) -> JaxprEqn:
+        if operands is eqn.invars:
+            return eqn.replace(
+                outvars=list(results),
+                params=dict(params, jaxpr=body),
+                effects=body.effects,
+            )
+        apart = (any(params["prevent_cse"]),) * len(operands)
+        again = dict(params, jaxpr=body, prevent_cse=apart, check_names=False)
+        return new_equation(
+            remat_p, operands, results, again, like=eqn, effects=body.effects
+        )
+
+    return _split(eqn, program, part, wanted, evaluating)
+
+
+def call_split(
+    eqn: JaxprEqn, program: ClosedJaxpr, wanted: Sequence[Var], save: Save
+) -> Parts:
+    """Save what is saved in the program that a call without a rule evaluates.
+
+    The forward rule of a `custom_vjp` that waits for what becomes of its residuals is
+    left as it is where nothing in it is saved, so that the function itself may still be
+    called in its place.
+    """
+    program = flatten(program)
+    inner = dict(zip(eqn.outvars, program.jaxpr.outvars, strict=True))
+    part = save(program, variables(inner[v] for v in wanted))
+    if not part.values:
+        return Parts(eqn, (), eqn)
+    if all(part.keeps(inner[v]) for v in wanted):
+        return Parts(eqn, tuple(wanted), None)
+
+    def evaluating(
+        body: ClosedJaxpr, operands: Sequence[Atom], results: Sequence[Var]
+    ) -> JaxprEqn:
+        params = {"call_jaxpr": body}
+        return new_equation(
+            closed_call_p, operands, results, params, like=eqn, effects=body.effects
+        )
+
+    return _split(eqn, program, part, wanted, evaluating)
+
+
+def result_split(
+    eqn: JaxprEqn, program: ClosedJaxpr, wanted: Sequence[Var], save: Save
+) -> Parts:
+    """Save the results of a call that are saved in the program that it evaluates.
+
+    The call stays as it is, with its rule for derivatives, so that nothing else in it
+    can be saved.
+    """
+    program = flatten(program)
+    inner = dict(zip(eqn.outvars, program.jaxpr.outvars, strict=True))
+    part = save(program, variables(inner[v] for v in wanted))
+    direct, rest = partition(wanted, lambda v: part.keeps(inner[v]))
+    if not rest:
+        return Parts(eqn, tuple(direct), None)
+    outvars = [v if v in rest else DropVar(v.aval) for v in eqn.outvars]
+    return Parts(eqn, tuple(direct), eqn.replace(outvars=outvars))
+
+
+def _split(
+    eqn: JaxprEqn,
+    program: ClosedJaxpr,
+    part: Saved,
+    wanted: Sequence[Var],
+    evaluating: Callable[[ClosedJaxpr, Sequence[Atom], Sequence[Var]], JaxprEqn],
+) -> Parts:
+    """Take a call of `program` apart into calls that `evaluating` makes."""
+    jaxpr = program.jaxpr
+    inner = dict(zip(eqn.outvars, jaxpr.outvars, strict=True))
     direct, rest = partition(wanted, lambda v: part.keeps(inner[v]))
 
     results, added = Results(eqn), []
@@ -67,9 +155,7 @@ def remat_split(eqn: JaxprEqn, wanted: Sequence[Var], save: Save) -> Parts:
             added.append(u)
             outer[u] = results.add(u.aval)
     body = part.extended(program, added)
-    known = eqn.replace(
-        outvars=results.outvars, params=dict(params, jaxpr=body), effects=body.effects
-    )
+    known = evaluating(body, eqn.invars, results.outvars)
     saved = tuple(dict.fromkeys([*direct, *outer.values()]))
     if not rest:
         return Parts(known, saved, None)
@@ -79,15 +165,7 @@ def remat_split(eqn: JaxprEqn, wanted: Sequence[Var], save: Save) -> Parts:
     operand: dict[Var, Atom] = dict(zip(jaxpr.invars, eqn.invars, strict=True))
     outs = [part.copy(inner[v]) for v in rest]
     again = build_jaxpr(inputs, outs, part.recomputed, like=jaxpr)
-    apart = (any(params["prevent_cse"]),) * len(inputs)
-    recomputed = new_equation(
-        remat_p,
-        [(operand | outer)[u] for u in inputs],
-        rest,
-        dict(params, jaxpr=again, prevent_cse=apart, check_names=False),
-        like=eqn,
-        effects=again.effects,
-    )
+    recomputed = evaluating(again, [(operand | outer)[u] for u in inputs], rest)
     return Parts(known, saved, recomputed)
 
 
