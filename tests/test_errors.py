@@ -895,26 +895,6 @@ def test_ref_given_in_a_pytree():
     assert text == mutable("is given the mutable Ref state['r']", takes)
 
 
-@pytest.mark.parametrize("loops", [False, True])
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.grad])
-def test_ref_made_inside(loops, transform):
-    def makes(x):
-        ref = new_ref(jnp.zeros_like(x))
-
-        def write(carry, x):
-            ref[0] = x
-            return carry, None
-
-        if loops:
-            jax.lax.scan(write, 0.0, x)
-        else:
-            ref[...] = 2 * x
-        return jnp.sum(ref[...])
-
-    text = message(remat.UnsupportedError, lambda: transform(checkpoint(makes))(X))
-    assert text == mutable("reads or writes a mutable Ref", makes)
-
-
 def test_ref_returned():
     def returns(x):
         return new_ref(x)

@@ -55,6 +55,7 @@ from remat._jax import (
 from remat._linearize import (
     NotLinearizableError,
     Split,
+    check_refs,
     is_differentiable,
     split,
     with_tangents,
@@ -119,8 +120,8 @@ def remat_to_low(*operands, jaxpr: ClosedJaxpr, prevent_cse, **params):
 register_to_low(remat_p, remat_to_low)
 
 
-def remat_checkify(*operands, num_errors: int, prevent_cse, **params):
-    apart = (False,) * num_errors + prevent_cse
+def remat_checkify(*operands, num_added: int, prevent_cse, **params):
+    apart = (False,) * num_added + prevent_cse
     return remat_p.bind(*operands, prevent_cse=apart, **params)
 
 
@@ -321,6 +322,7 @@ def _transposed(
     traced, consts = trace(
         transposed, [*known_avals, *ct_avals], jaxpr.jaxpr.debug_info
     )
+    check_refs(traced)
     return (
         without_dead_equations(flatten(traced)),
         tuple(consts),

@@ -47,3 +47,13 @@ def caller_stacklevel() -> int:
     ):
         frame, level = frame.f_back, level + 1
     return level if frame is not None else 1
+
+
+def mutable_ref_error(function: str, what: str) -> UnsupportedError:
+    """The error for a `function` that does `what` with a mutable array."""
+    return UnsupportedError(
+        f"The function {function}, given to remat.checkpoint, {what}. A recomputed "
+        "read would see the value as it is by then, not as it was, and a recomputed "
+        "write would happen twice. Pass the Ref's value instead (ref[...]) and write "
+        "the result back outside of the checkpointed function."
+    )

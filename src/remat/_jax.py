@@ -37,7 +37,8 @@ def trace(
 ) -> tuple[ClosedJaxpr, list[Any]]:
     """The jaxpr of `fun` on flat operands of types `avals`, and what it closed over.
 
-    The jaxpr has no constants: what `fun` closed over are its leading operands.
+    The jaxpr has no constants: what `fun` closed over are its leading operands. Mutable
+    arrays that `fun` made for itself are gone from it; what they held is passed along.
     """
     if len(debug_info.arg_names or ()) != len(avals):
         debug_info = debug_info._replace(arg_names=("",) * len(avals))
@@ -47,7 +48,77 @@ def trace(
     # jax < 0.11 returns an open jaxpr, later ones a jaxpr that carries its constants.
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     invars = [*jaxpr.constvars, *jaxpr.invars]
-    return build_jaxpr(invars, jaxpr.outvars, jaxpr.eqns, like=jaxpr), list(consts)
+    closed = build_jaxpr(invars, jaxpr.outvars, jaxpr.eqns, like=jaxpr)
+    if ref_effects(closed) and not any(map(is_ref, closed.in_avals)):
+        closed, more = _without_refs(closed)
+        consts = [*more, *consts]
+    return closed, list(consts)
+
+
+def _without_refs(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
+    """`closed` with the values of its mutable arrays passed along, and new consts.
+
+    It stays as it is where JAX has no way to do so.
+    """
+    try:
+        eqns = [_with_pure_function(eqn) for eqn in closed.eqns]
+        inner = closed.jaxpr
+        program = build_jaxpr(inner.invars, inner.outvars, eqns, like=inner)
+        pure = _discharged(program)
+    except NotImplementedError:
+        return closed, []
+    return with_consts_as_operands(pure), list(pure.consts)
+
+
+def _discharged(closed: ClosedJaxpr) -> ClosedJaxpr:
+    if _discharge_state is None:
+        raise NotImplementedError
+    return _discharge_state(closed, lower=False)
+
+
+def _with_pure_function(eqn: JaxprEqn) -> JaxprEqn:
+    """`eqn`, where what has a derivative rule of its own makes no mutable arrays.
+
+    JAX would drop the rule, or has no way to do it.
+    """
+    if not ref_effects(eqn) or not any(True for _ in core.jaxprs_in_params(eqn.params)):
+        return eqn
+    if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+        if any(is_ref(v.aval) for v in eqn.invars):
+            raise NotImplementedError
+        return _with_programs(eqn, _discharged)
+
+    def inside(program: ClosedJaxpr) -> ClosedJaxpr:
+        jaxpr = program.jaxpr
+        eqns = [_with_pure_function(e) for e in jaxpr.eqns]
+        return ClosedJaxpr(jaxpr.replace(eqns=eqns), program.consts)
+
+    return _with_programs(eqn, inside)
+
+
+def _with_programs(
+    eqn: JaxprEqn, change: Callable[[ClosedJaxpr], ClosedJaxpr]
+) -> JaxprEqn:
+    """`eqn` with the programs in its parameters changed, and their effects its own."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, ClosedJaxpr):
+            return change(value)
+        if isinstance(value, Jaxpr):
+            return change(ClosedJaxpr(value, ())).jaxpr
+        return tuple(map(changed, value)) if type(value) is tuple else value
+
+    params = {name: changed(value) for name, value in eqn.params.items()}
+    before = frozenset().union(*(j.effects for j in core.jaxprs_in_params(eqn.params)))
+    after = frozenset().union(*(j.effects for j in core.jaxprs_in_params(params)))
+    return eqn.replace(params=params, effects=eqn.effects - (before - after))
+
+
+try:
+    # Private; without it mutable arrays are refused.
+    from jax._src.state.discharge import discharge_state as _discharge_state
+except ImportError:
+    _discharge_state = None
 
 
 def build_jaxpr(
@@ -324,8 +395,9 @@ def register_checkify(
 ) -> None:
     """Register how `primitive` is called when `checkify` makes its checks results.
 
-    The rule is called with the error values and the operands, how many of these are
-    errors, and `jaxpr=` and the other parameters; `jaxpr` has the checks as results.
+    The rule is called with the operands of the checked program, how many of these are
+    new (its constants and the errors so far, which come first), `jaxpr=` that program
+    and the other parameters.
     """
     if _checkify is None:
         return
@@ -341,7 +413,13 @@ def register_checkify(
         checked, out_tree, _ = to_checked(
             *context, jaxpr, enabled, tree, *map(jax.typeof, values)
         )
-        outs = rule(*values, num_errors=len(errors), jaxpr=checked, **params)
+        outs = rule(
+            *checked.consts,
+            *values,
+            num_added=len(checked.consts) + len(errors),
+            jaxpr=with_consts_as_operands(checked),
+            **params,
+        )
         return jax.tree.unflatten(out_tree, outs)
 
     _checkify.error_checks[primitive] = check
@@ -452,9 +530,9 @@ def side_effects(eqn: JaxprEqn) -> bool:
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
-def ref_effects(jaxpr: ClosedJaxpr) -> bool:
-    """Whether `jaxpr` reads or writes mutable arrays; their effects are private."""
-    kinds = {type(effect).__name__ for effect in jaxpr.effects}
+def ref_effects(program: ClosedJaxpr | JaxprEqn) -> bool:
+    """Whether `program` reads or writes mutable arrays; their effects are private."""
+    kinds = {type(effect).__name__ for effect in program.effects}
     return bool(
         kinds & {"ReadEffect", "WriteEffect", "AccumEffect"}
         or any("MutableArray" in kind for kind in kinds)

@@ -29,6 +29,7 @@ from jax.extend.core import Var, jaxprs_in_params
 from jax.extend.core.primitives import cond_p
 
 from remat._control_flow.bodies import with_checkpointed_bodies
+from remat._errors import mutable_ref_error
 from remat._flatten import flatten
 from remat._jax import (
     ClosedJaxpr,
@@ -38,6 +39,7 @@ from remat._jax import (
     dce,
     evaluate,
     is_shard_map,
+    ref_effects,
     trace,
     trace_context,
 )
@@ -158,7 +160,17 @@ def _trace_derivative(
     joint, consts = trace(
         primals_and_tangents, [*in_avals, *tangent_avals], jaxpr.jaxpr.debug_info
     )
+    check_refs(joint)
     return without_dead_equations(flatten(joint)), consts
+
+
+def check_refs(derivative: ClosedJaxpr) -> None:
+    """Refuse derivative rules that use mutable arrays from outside of them."""
+    if ref_effects(derivative):
+        raise mutable_ref_error(
+            derivative.jaxpr.debug_info.func_src_info,
+            "has a derivative rule that reads or writes a mutable Ref",
+        )
 
 
 @lru_cache(maxsize=256)

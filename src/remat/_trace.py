@@ -27,7 +27,7 @@ from remat._arguments import (
     source,
     static_remedy,
 )
-from remat._errors import TracedValueError, UnsupportedError
+from remat._errors import TracedValueError, UnsupportedError, mutable_ref_error
 from remat._flatten import flatten
 from remat._jax import ClosedJaxpr, DebugInfo, is_ref, ref_effects, trace, trace_context
 
@@ -137,7 +137,7 @@ def _trace_anew(
 
     for name, aval in zip(names, avals, strict=True):
         if is_ref(aval):
-            raise _mutable(f"is given the mutable Ref {name}", fun)
+            raise mutable_ref_error(source(fun), f"is given the mutable Ref {name}")
     debug_info = DebugInfo("checkpoint", source(fun), names, None)
     try:
         jaxpr, consts = trace(flat, avals, debug_info)
@@ -153,9 +153,9 @@ def _trace_anew(
             "jnp.where(mask, x, fill) to keep the size, or jnp.nonzero with size=."
         ) from error
     if any(is_ref(jax.typeof(c)) for c in consts):
-        raise _mutable("closes over a mutable Ref", fun)
+        raise mutable_ref_error(source(fun), "closes over a mutable Ref")
     if ref_effects(jaxpr):
-        raise _mutable("reads or writes a mutable Ref", fun)
+        raise mutable_ref_error(source(fun), "reads or writes a mutable Ref")
     assert out_tree is not None
     return TracedCall(
         flatten(jaxpr),
@@ -250,7 +250,8 @@ def _check_results(fun: Callable[..., Any], result: Any) -> None:
                 "outside of the checkpointed function."
             ) from None
         if is_ref(aval):
-            raise _mutable(f"returned a mutable Ref as result{keystr(path)}", fun)
+            what = f"returned a mutable Ref as result{keystr(path)}"
+            raise mutable_ref_error(source(fun), what)
 
 
 def _not_an_array(
@@ -280,15 +281,6 @@ def _is_hashable(value: object) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _mutable(what: str, fun: Callable[..., Any]) -> UnsupportedError:
-    return UnsupportedError(
-        f"The function {source(fun)}, given to remat.checkpoint, {what}. A recomputed "
-        "read would see the value as it is by then, not as it was, and a recomputed "
-        "write would happen twice. Pass the Ref's value instead (ref[...]) and write "
-        "the result back outside of the checkpointed function."
-    )
 
 
 def _traced_value(
