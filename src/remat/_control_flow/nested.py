@@ -66,7 +66,7 @@ def remat_split(eqn: JaxprEqn, wanted: Sequence[Var], save: Save) -> Parts:
     params, program = eqn.params, eqn.params["jaxpr"]
     inner = dict(zip(eqn.outvars, program.jaxpr.outvars, strict=True))
     part = save(program, variables(inner[v] for v in wanted))
-    if not part.values:
+    if not part.values and not program.effects:
         return Parts(eqn, (), _again(eqn, wanted))
 
     def evaluating(
@@ -170,7 +170,10 @@ def _split(
 
 
 def _again(eqn: JaxprEqn, wanted: Sequence[Var]) -> JaxprEqn:
-    """The part of `eqn` that makes `wanted`; equal parts evaluate the same program."""
+    """The part of `eqn` that makes `wanted`; equal parts evaluate the same program.
+
+    Effects would be part of it, wanted or not.
+    """
     params = eqn.params
     is_wanted = tuple(v in wanted for v in eqn.outvars)
     program, is_read = dce(params["jaxpr"], is_wanted)
