@@ -40,6 +40,7 @@ from remat._jax import (
     evaluate,
     is_shard_map,
     ref_effects,
+    side_effects,
     trace,
     trace_context,
 )
@@ -282,7 +283,7 @@ def _work(eqns: Iterable[JaxprEqn]) -> int:
         return sum(
             count(e for inner in inside for e in inner.eqns)
             if (inside := list(jaxprs_in_params(eqn.params)))
-            else eqn.primitive.name not in CHEAP
+            else eqn.primitive.name not in CHEAP and not side_effects(eqn)
             for eqn in eqns
         )
 
