@@ -276,9 +276,9 @@ def test_prevent_cse_prefix(prefix, emitted):
     assert (BARRIER in lowered(f).as_text()) == emitted
     value, grads = jax.value_and_grad(f)(WS, XS)
     expected_value, expected_grads = jax.value_and_grad(layers)(WS, XS)
-    np.testing.assert_allclose(value, expected_value, rtol=1e-6)
+    np.testing.assert_allclose(value, expected_value, rtol=1e-5)
     for a, b in zip(grads, expected_grads, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5)
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_input_without_prevent_cse_is_in_no_barrier():
