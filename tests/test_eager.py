@@ -89,7 +89,7 @@ def test_disable_jit():
     expected = gradient(*arguments(3))
     with jax.disable_jit():
         assert_close(gradient(*arguments(3)), expected, 1e-5)
-        assert_close(remat.checkpoint(jnp.sin)(1.0), jnp.sin(1.0), 1e-5)
+        assert_close(remat.checkpoint(jnp.sin)(1.0), jnp.sin(1.0), 1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")

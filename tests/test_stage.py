@@ -275,10 +275,11 @@ def test_prevent_cse_prefix(prefix, emitted):
     f = checkpoint(layers, prevent_cse=prefix)
     assert (BARRIER in lowered(f).as_text()) == emitted
     value, grads = jax.value_and_grad(f)(WS, XS)
-    expected_value, expected_grads = jax.value_and_grad(layers)(WS, XS)
-    np.testing.assert_allclose(value, expected_value, rtol=1e-5)
+    # Compiled too, since the order of a sum is not that of an eager call.
+    expected_value, expected_grads = jax.jit(jax.value_and_grad(layers))(WS, XS)
+    np.testing.assert_allclose(value, expected_value, rtol=1e-6)
     for a, b in zip(grads, expected_grads, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
 def test_input_without_prevent_cse_is_in_no_barrier():

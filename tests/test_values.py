@@ -69,7 +69,7 @@ def test_forms_of_the_decorator(decorate):
     assert decorated.__name__ == "f"
     assert decorated.__doc__ == "Doc."
     assert decorated.__wrapped__ is f
-    np.testing.assert_allclose(decorated(1.0), np.sin(1.0), rtol=1e-5)
+    np.testing.assert_allclose(decorated(1.0), np.sin(1.0), rtol=1e-6)
 
 
 def test_method():
@@ -117,7 +117,7 @@ def test_arguments_that_are_not_jax_arrays(argument):
         return x * x
 
     actual, expected = remat.checkpoint(f)(argument), jax.jit(f)(argument)
-    assert_close(actual, expected, 1e-5)
+    assert_close(actual, expected, 1e-6)
 
 
 def test_default_device_and_precision_are_those_of_the_call():
