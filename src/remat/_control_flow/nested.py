@@ -64,8 +64,7 @@ def named_operands(program: ClosedJaxpr, policy: Policy) -> set[Var]:
 def remat_split(eqn: JaxprEqn, wanted: Sequence[Var], save: Save) -> Parts:
     """Save what is saved in the program that a nested checkpoint evaluates."""
     params, program = eqn.params, eqn.params["jaxpr"]
-    inner = dict(zip(eqn.outvars, program.jaxpr.outvars, strict=True))
-    part = save(program, variables(inner[v] for v in wanted))
+    _, part = _inside(eqn, program, wanted, save)
     if not part.values and not program.effects:
         return Parts(eqn, (), _again(eqn, wanted))
 
@@ -97,8 +96,7 @@ def call_split(
     called in its place.
     """
     program = flatten(program)
-    inner = dict(zip(eqn.outvars, program.jaxpr.outvars, strict=True))
-    part = save(program, variables(inner[v] for v in wanted))
+    inner, part = _inside(eqn, program, wanted, save)
     if not part.values:
         return Parts(eqn, (), eqn)
     if all(part.keeps(inner[v]) for v in wanted):
@@ -124,13 +122,20 @@ def result_split(
     can be saved.
     """
     program = flatten(program)
-    inner = dict(zip(eqn.outvars, program.jaxpr.outvars, strict=True))
-    part = save(program, variables(inner[v] for v in wanted))
+    inner, part = _inside(eqn, program, wanted, save)
     direct, rest = partition(wanted, lambda v: part.keeps(inner[v]))
     if not rest:
         return Parts(eqn, tuple(direct), None)
     outvars = [v if v in rest else DropVar(v.aval) for v in eqn.outvars]
     return Parts(eqn, tuple(direct), eqn.replace(outvars=outvars))
+
+
+def _inside(
+    eqn: JaxprEqn, program: ClosedJaxpr, wanted: Sequence[Var], save: Save
+) -> tuple[dict[Var, Atom], Saved]:
+    """What `program` returns for each result of `eqn`, and what is saved in it."""
+    inner = dict(zip(eqn.outvars, program.jaxpr.outvars, strict=True))
+    return inner, save(program, variables(inner[v] for v in wanted))
 
 
 def _split(
