@@ -19,6 +19,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
     3: (
         "_primitive",
         "_policies",
+        "_constants",
         "_flatten",
         "_arguments",
         "_trace",

@@ -26,6 +26,7 @@ from jax.interpreters import ad, batching, mlir
 
 from remat import _barriers
 from remat._arguments import shown, static_spec
+from remat._constants import without_constants
 from remat._errors import (
     NameArgumentError,
     RematError,
@@ -33,7 +34,7 @@ from remat._errors import (
     UnsupportedError,
     caller_stacklevel,
 )
-from remat._flatten import flatten
+from remat._flatten import trace_flat
 from remat._jax import (
     ClosedJaxpr,
     batch,
@@ -48,7 +49,6 @@ from remat._jax import (
     register_to_low,
     side_effects,
     to_low,
-    trace,
     trace_context,
     transpose,
 )
@@ -110,7 +110,7 @@ mlir.register_lowering(remat_p, remat_lowering)
 
 
 def remat_to_low(*operands, jaxpr: ClosedJaxpr, prevent_cse, **params):
-    low, consts = to_low(jaxpr)
+    low, consts = without_constants(to_low(jaxpr))
     prevent_cse = (False,) * len(consts) + prevent_cse
     return remat_p.bind(
         *consts, *operands, jaxpr=low, prevent_cse=prevent_cse, **params
@@ -120,9 +120,12 @@ def remat_to_low(*operands, jaxpr: ClosedJaxpr, prevent_cse, **params):
 register_to_low(remat_p, remat_to_low)
 
 
-def remat_checkify(*operands, num_added: int, prevent_cse, **params):
-    apart = (False,) * num_added + prevent_cse
-    return remat_p.bind(*operands, prevent_cse=apart, **params)
+def remat_checkify(
+    *operands, num_added: int, jaxpr: ClosedJaxpr, prevent_cse, **params
+):
+    checked, consts = without_constants(jaxpr)
+    apart = (False,) * (len(consts) + num_added) + prevent_cse
+    return remat_p.bind(*consts, *operands, jaxpr=checked, prevent_cse=apart, **params)
 
 
 register_checkify(remat_p, remat_checkify)
@@ -133,7 +136,8 @@ register_checkify(remat_p, remat_checkify)
 
 
 def remat_batch(axis_data, operands, dims, *, jaxpr: ClosedJaxpr, **params):
-    batched, consts, out_batched = batch(jaxpr, axis_data, dims)
+    batched, out_batched = batch(jaxpr, axis_data, dims)
+    batched, consts = without_constants(batched)
     params["prevent_cse"] = (False,) * len(consts) + params["prevent_cse"]
     outs = remat_p.bind(*consts, *operands, jaxpr=batched, **params)
     return outs, [0 if b else None for b in out_batched]
@@ -319,12 +323,12 @@ def _transposed(
         ]
         return [ct for ct, nz in zip(results, out_nonzero, strict=True) if nz]
 
-    traced, consts = trace(
+    traced, consts = trace_flat(
         transposed, [*known_avals, *ct_avals], jaxpr.jaxpr.debug_info
     )
     check_refs(traced)
     return (
-        without_dead_equations(flatten(traced)),
+        without_dead_equations(traced),
         tuple(consts),
         tuple(out_nonzero),
     )

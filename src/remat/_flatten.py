@@ -6,12 +6,13 @@ Shardings that a call gives its operands and results become constraints in its p
 recomputation is staged too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 from jax.extend.core import Var
 
+from remat._constants import without_constants
 from remat._jax import (
     ClosedJaxpr,
     DebugInfo,
@@ -28,13 +29,28 @@ from remat._jax import (
 from remat._primitive import remat_p
 
 
+def trace_flat(
+    fun: Callable[..., Sequence[Any]], avals: Sequence[Any], debug_info: DebugInfo
+) -> tuple[ClosedJaxpr, list[Any]]:
+    """The jaxpr of `fun` on flat operands of types `avals`, with its calls inlined.
+
+    Also what `fun` and the functions that it calls closed over: the leading operands.
+    """
+    traced, consts = trace(fun, avals, debug_info)
+    program, inner_consts = without_constants(traced)
+    return flatten(program), [*inner_consts, *consts]
+
+
 @lru_cache(maxsize=1024)
 def flatten(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     """`jaxpr` with its plain calls replaced by what they evaluate.
 
-    Calls with layouts or compiler options of their own stay.
+    Calls with layouts or compiler options of their own stay, and so does a program that
+    has constants.
     """
-    if not any(plain_call(eqn) or users_checkpoint(eqn) for eqn in jaxpr.eqns):
+    if jaxpr.consts or not any(
+        plain_call(eqn) or users_checkpoint(eqn) for eqn in jaxpr.eqns
+    ):
         return jaxpr
     eqns: list[JaxprEqn] = []
     names: dict[Var, Var | Literal] = {}

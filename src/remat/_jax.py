@@ -18,7 +18,7 @@ import jaxlib
 from jax import lax
 from jax.extend import core, linear_util, source_info_util
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var
-from jax.extend.core.primitives import closed_call_p, jit_p, name_p
+from jax.extend.core.primitives import closed_call_p, jit_p, name_p, scan_p
 from jax.extend.core.primitives import remat_p as jax_remat_p
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
@@ -67,7 +67,10 @@ def _without_refs(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
         pure = _discharged(program)
     except NotImplementedError:
         return closed, []
-    return with_consts_as_operands(pure), list(pure.consts)
+    inner = pure.jaxpr
+    invars = [*inner.constvars, *inner.invars]
+    operands_only = build_jaxpr(invars, inner.outvars, inner.eqns, like=inner)
+    return operands_only, list(pure.consts)
 
 
 def _discharged(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -155,10 +158,9 @@ def register_to_low(
     primitive.to_lojax = rule
 
 
-def to_low(jaxpr: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
-    """`jaxpr` with its "high" primitives replaced, and its leading operands then."""
-    low = pe.lower_jaxpr2(jaxpr)
-    return with_consts_as_operands(low), list(low.consts)
+def to_low(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
+    """`jaxpr` with its "high" primitives replaced; it may have constants then."""
+    return pe.lower_jaxpr2(jaxpr)
 
 
 def new_equation(
@@ -216,11 +218,40 @@ def plain_call(eqn: JaxprEqn) -> Call | None:
         )
     else:
         return None
-    if jaxpr.consts or not all(
-        map(_can_be_constrained_to, (*in_shardings, *out_shardings))
-    ):
+    shardings = (*in_shardings, *out_shardings)
+    if jaxpr.consts or not all(map(_can_be_constrained_to, shardings)):
         return None
     return Call(jaxpr, in_shardings, out_shardings)
+
+
+def jit_of_more_operands(
+    params: dict[str, Any], num_added: int, jaxpr: ClosedJaxpr
+) -> dict[str, Any]:
+    """The parameters of a jit equation that evaluates `jaxpr`, with operands in front.
+
+    They are put nowhere in particular.
+    """
+
+    def after(mark: Any, values: Sequence[Any]) -> tuple[Any, ...]:
+        return (mark,) * num_added + tuple(values)
+
+    return dict(
+        params,
+        jaxpr=jaxpr,
+        in_shardings=after(_absent_sharding(), params["in_shardings"]),
+        in_layouts=after(None, params["in_layouts"]),
+        donated_invars=after(False, params["donated_invars"]),
+    )
+
+
+@lru_cache(maxsize=1)
+def _absent_sharding() -> Any:
+    """The mark of an absent sharding, a private singleton."""
+    info = DebugInfo("call", "call", (), None)
+    with jax.disable_jit(False):
+        call = jax.jit(lambda x: x)
+        program, _ = trace(lambda x: [call(x)], [jax.typeof(0.0)], info)
+    return program.eqns[0].params["in_shardings"][0]
 
 
 def _can_be_constrained_to(sharding: Any) -> bool:
@@ -249,7 +280,7 @@ def rewritable_call(eqn: JaxprEqn) -> ClosedJaxpr | None:
     Besides a plain one that is the forward rule of a `custom_vjp` made with
     `optimize_remat=True`, whose primitive is private.
     """
-    if eqn.primitive is closed_call_p and not eqn.params["call_jaxpr"].consts:
+    if eqn.primitive is closed_call_p:
         return eqn.params["call_jaxpr"]
     return eqn.params["fwd_jaxpr"] if eqn.primitive.name == "remat_opt" else None
 
@@ -310,6 +341,65 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def scan_equation(
+    like: JaxprEqn,
+    body: ClosedJaxpr,
+    invars: Sequence[Var | Literal],
+    outvars: Sequence[Var],
+    num_consts: int,
+    num_carry: int,
+) -> JaxprEqn:
+    """A loop like `like`, but with another body and other operands and results."""
+    if body is like.params["jaxpr"] and list(outvars) == list(like.outvars):
+        return like
+    params = like.params
+    out_types = tuple(aval.strip_weak_type() for aval in body.out_avals)
+
+    def run(*operands: Any) -> list[Any]:
+        consts, rest = operands[:num_consts], operands[num_consts:]
+
+        def step(carry: Any, xs: Any) -> tuple[Any, Any]:
+            outs = opaque_p.bind(*consts, *carry, *xs, out_types=out_types)
+            return outs[:num_carry], outs[num_carry:]
+
+        carry, ys = lax.scan(
+            step,
+            list(rest[:num_carry]),
+            list(rest[num_carry:]),
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        return [*carry, *ys]
+
+    # From jax 0.11 on a scan says which operand is what in a private type. So that it
+    # needs no knowing, the parameters are those of a scan with a body that is opaque.
+    types = [v.aval.strip_weak_type() for v in invars]
+    with jax.disable_jit(False):
+        traced, _ = trace(run, types, DebugInfo("scan", "scan", (), None))
+    (scan,) = traced.eqns
+    assert list(scan.invars) == list(traced.jaxpr.invars)
+    return new_equation(
+        scan_p,
+        invars,
+        outvars,
+        dict(scan.params, jaxpr=body),
+        like=like,
+        effects=body.effects,
+    )
+
+
+# Evaluates anything, in a program that is only traced for the types in it.
+opaque_p = core.Primitive("opaque")
+opaque_p.multiple_results = True
+
+
+@opaque_p.def_abstract_eval
+def _opaque_types(*avals: Any, out_types: tuple[Any, ...]) -> tuple[Any, ...]:
+    del avals
+    return out_types
+
+
 def is_shard_map(eqn: JaxprEqn) -> bool:
     """Whether `eqn` is a `shard_map`, whose primitive is private."""
     return eqn.primitive.name == "shard_map"
@@ -346,13 +436,6 @@ def is_in_jax(path: str) -> bool:
 # Our frames are none of the user's: not in messages, profiles and compiled programs.
 source_info_util.register_exclusion(os.path.dirname(__file__) + os.sep)
 _JAX_FOLDER = os.path.dirname(jax.__file__) + os.sep
-
-
-def with_consts_as_operands(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same program with its constants as leading operands."""
-    jaxpr = closed.jaxpr
-    invars = [*jaxpr.constvars, *jaxpr.invars]
-    return build_jaxpr(invars, jaxpr.outvars, jaxpr.eqns, like=jaxpr)
 
 
 def evaluate(jaxpr: ClosedJaxpr, *operands: Any) -> list[Any]:
@@ -413,13 +496,7 @@ def register_checkify(
         checked, out_tree, _ = to_checked(
             *context, jaxpr, enabled, tree, *map(jax.typeof, values)
         )
-        outs = rule(
-            *checked.consts,
-            *values,
-            num_added=len(checked.consts) + len(errors),
-            jaxpr=with_consts_as_operands(checked),
-            **params,
-        )
+        outs = rule(*values, num_added=len(errors), jaxpr=checked, **params)
         return jax.tree.unflatten(out_tree, outs)
 
     _checkify.error_checks[primitive] = check
@@ -474,18 +551,16 @@ def lowers_for_cpu(ctx: Any) -> bool:
 
 def batch(
     jaxpr: ClosedJaxpr, axis_data: Any, dims: Sequence[Any]
-) -> tuple[ClosedJaxpr, list[Any], list[bool]]:
-    """`jaxpr` with operands batched at `dims`.
+) -> tuple[ClosedJaxpr, list[bool]]:
+    """`jaxpr` with operands batched at `dims`; it may have constants then.
 
-    Returns:
-        The batched program, its leading operands that are constants of the batching
-        rules, and for each output whether it is batched (at 0). One that depends on no
-        batched operand stays unbatched.
+    Also for each output whether it is batched (at 0). One that depends on no batched
+    operand stays unbatched.
     """
     batched, out_batched = _batch_jaxpr_axes(
         jaxpr, axis_data, tuple(dims), (_zero_if_mapped,) * len(jaxpr.out_avals)
     )
-    return with_consts_as_operands(batched), list(batched.consts), list(out_batched)
+    return batched, list(out_batched)
 
 
 try:

@@ -30,7 +30,7 @@ from jax.extend.core.primitives import cond_p
 
 from remat._control_flow.bodies import with_checkpointed_bodies
 from remat._errors import mutable_ref_error
-from remat._flatten import flatten
+from remat._flatten import trace_flat
 from remat._jax import (
     ClosedJaxpr,
     JaxprEqn,
@@ -41,7 +41,6 @@ from remat._jax import (
     is_shard_map,
     ref_effects,
     side_effects,
-    trace,
     trace_context,
 )
 from remat._policies import Policy, nothing_saveable
@@ -158,11 +157,11 @@ def _trace_derivative(
         )
         return [*_merge(outs, others, differentiable), *out_tangents]
 
-    joint, consts = trace(
+    joint, consts = trace_flat(
         primals_and_tangents, [*in_avals, *tangent_avals], jaxpr.jaxpr.debug_info
     )
     check_refs(joint)
-    return without_dead_equations(flatten(joint)), consts
+    return without_dead_equations(joint), consts
 
 
 def check_refs(derivative: ClosedJaxpr) -> None:

@@ -14,6 +14,7 @@ from functools import partial
 from jax.extend.core import Var, jaxprs_in_params
 from jax.extend.core.primitives import cond_p, scan_p
 
+from remat._constants import holds_constants
 from remat._control_flow.cond import cond_split
 from remat._control_flow.nested import (
     call_split,
@@ -91,17 +92,19 @@ def save(program: ClosedJaxpr, wanted: Iterable[Var], policy: Policy) -> Saved:
 def _split(eqn: JaxprEqn, wanted: list[Var], policy: Policy, split: Save) -> Parts:
     if is_opened(eqn):
         return remat_split(eqn, wanted, split)
-    if eqn.primitive is scan_p:
+    if eqn.primitive is scan_p and not holds_constants(eqn):
         return scan_split(eqn, wanted, split, policy)
-    if eqn.primitive is cond_p:
+    if eqn.primitive is cond_p and not holds_constants(eqn):
         return cond_split(eqn, wanted, split)
     if is_shard_map(eqn):
         return shard_map_split(eqn, wanted, split)
     if asks(policy, eqn):
         return Parts(eqn, tuple(wanted), None)
-    if (program := rewritable_call(eqn)) is not None:
+    program = rewritable_call(eqn)
+    if program is not None and not program.consts:
         return call_split(eqn, program, wanted, split)
-    if (program := call_with_rule(eqn)) is not None:
+    program = call_with_rule(eqn)
+    if program is not None and not program.consts:
         return result_split(eqn, program, wanted, split)
     return Parts(eqn, (), eqn)
 

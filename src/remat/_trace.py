@@ -28,8 +28,8 @@ from remat._arguments import (
     static_remedy,
 )
 from remat._errors import TracedValueError, UnsupportedError, mutable_ref_error
-from remat._flatten import flatten
-from remat._jax import ClosedJaxpr, DebugInfo, is_ref, ref_effects, trace, trace_context
+from remat._flatten import trace_flat
+from remat._jax import ClosedJaxpr, DebugInfo, is_ref, ref_effects, trace_context
 
 # The class of `jax.tree.structure(x)` is no type to a type checker.
 TreeDef = Any
@@ -140,7 +140,7 @@ def _trace_anew(
             raise mutable_ref_error(source(fun), f"is given the mutable Ref {name}")
     debug_info = DebugInfo("checkpoint", source(fun), names, None)
     try:
-        jaxpr, consts = trace(flat, avals, debug_info)
+        jaxpr, consts = trace_flat(flat, avals, debug_info)
     except TypeError as error:
         # Most are subclasses of their own; a shape that is traced is a bare TypeError.
         if _NEEDS_VALUE not in str(error):
@@ -158,7 +158,7 @@ def _trace_anew(
         raise mutable_ref_error(source(fun), "reads or writes a mutable Ref")
     assert out_tree is not None
     return TracedCall(
-        flatten(jaxpr),
+        jaxpr,
         tuple(consts),
         in_tree,
         frozenset(where for where in static if isinstance(where, int)),

@@ -103,9 +103,8 @@ def _checkpointed(
 ) -> ClosedJaxpr:
     """A program that is one call of `body`."""
     body = flatten(body)
-    if _is_checkpointed(body):
+    if body.consts or _is_checkpointed(body):
         return body
-    assert not body.consts
     jaxpr = body.jaxpr
     invars = [Var(aval) for aval in body.in_avals]
     outvars = [Var(aval) for aval in body.out_avals]

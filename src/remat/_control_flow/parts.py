@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax.extend.core import DropVar, Primitive, Var
+from jax.extend.core import DropVar, Var
 
 from remat._jax import ClosedJaxpr, JaxprEqn, Literal, build_jaxpr
 
@@ -99,17 +99,6 @@ class Results:
         """One result more, of type `aval`."""
         self.outvars.append(Var(aval))
         return self.outvars[-1]
-
-
-# Evaluates anything, in a program that is only traced for the types in it.
-opaque_p = Primitive("opaque")
-opaque_p.multiple_results = True
-
-
-@opaque_p.def_abstract_eval
-def _opaque_abstract_eval(*avals: Any, out_types: tuple[Any, ...]) -> tuple[Any, ...]:
-    del avals
-    return out_types
 
 
 def variables(atoms: Iterable[Atom]) -> set[Var]:

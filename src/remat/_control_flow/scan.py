@@ -8,12 +8,8 @@ from its start, or from the saved stacks where these are enough.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import jax
-from jax import lax
 from jax.extend.core import DropVar, Var
-from jax.extend.core.primitives import scan_p
 
 from remat._control_flow.nested import named_operands
 from remat._control_flow.parts import (
@@ -22,20 +18,17 @@ from remat._control_flow.parts import (
     Results,
     Save,
     Saved,
-    opaque_p,
     partition,
     variables,
 )
 from remat._jax import (
     ClosedJaxpr,
-    DebugInfo,
     JaxprEqn,
     build_jaxpr,
-    new_equation,
     num_bytes,
     scan_counts,
+    scan_equation,
     stacked_type,
-    trace,
 )
 from remat._policies import Policy
 
@@ -174,7 +167,7 @@ def scan_split(
             outer[u] = results.add(stacked_type(u.aval, loop.length))
         saved.append(outer[u])
     body = part.extended(loop.body, extra)
-    known = _scan_equation(
+    known = scan_equation(
         eqn, body, eqn.invars, results.outvars, len(loop.consts), num_carry
     )
 
@@ -196,7 +189,7 @@ def scan_split(
     )
     operand: dict[Var, Atom] = dict(zip(jaxpr.invars, eqn.invars, strict=True))
     finals = [eqn.outvars[i] for i in carries]
-    recomputed = _scan_equation(
+    recomputed = scan_equation(
         eqn,
         slice_,
         [
@@ -208,51 +201,3 @@ def scan_split(
         len(carry_in),
     )
     return Parts(known, tuple(dict.fromkeys(saved)), recomputed)
-
-
-def _scan_equation(
-    like: JaxprEqn,
-    body: ClosedJaxpr,
-    invars: Sequence[Atom],
-    outvars: Sequence[Var],
-    num_consts: int,
-    num_carry: int,
-) -> JaxprEqn:
-    """A loop like `like`, but with another body and other operands and results."""
-    if body is like.params["jaxpr"] and list(outvars) == list(like.outvars):
-        return like
-    params = like.params
-    out_types = tuple(aval.strip_weak_type() for aval in body.out_avals)
-
-    def run(*operands: Any) -> list[Any]:
-        consts, rest = operands[:num_consts], operands[num_consts:]
-
-        def step(carry: Any, xs: Any) -> tuple[Any, Any]:
-            outs = opaque_p.bind(*consts, *carry, *xs, out_types=out_types)
-            return outs[:num_carry], outs[num_carry:]
-
-        carry, ys = lax.scan(
-            step,
-            list(rest[:num_carry]),
-            list(rest[num_carry:]),
-            length=params["length"],
-            reverse=params["reverse"],
-            unroll=params["unroll"],
-        )
-        return [*carry, *ys]
-
-    # How a scan says which operand is what differs between JAX versions. So that it
-    # needs no knowing, the parameters are those of a scan with a body that is opaque.
-    types = [v.aval.strip_weak_type() for v in invars]
-    with jax.disable_jit(False):
-        traced, _ = trace(run, types, DebugInfo("scan", "scan", (), None))
-    (scan,) = traced.eqns
-    assert list(scan.invars) == list(traced.jaxpr.invars)
-    return new_equation(
-        scan_p,
-        invars,
-        outvars,
-        dict(scan.params, jaxpr=body),
-        like=like,
-        effects=body.effects,
-    )

@@ -19,7 +19,6 @@ from remat._control_flow.parts import (
     Parts,
     Results,
     Save,
-    opaque_p,
     partition,
     variables,
 )
@@ -28,6 +27,7 @@ from remat._jax import (
     DebugInfo,
     JaxprEqn,
     build_jaxpr,
+    opaque_p,
     shard_map_body,
     trace,
     varying_axes,
