@@ -15,7 +15,7 @@ import pytest
 from counting import counted, runs, runs_of
 from jax import lax
 from jax.extend.core.primitives import closed_call_p
-from problems import compiled, normal
+from problems import assert_close, compiled, normal
 
 import remat
 from remat import checkpoint_name, policies
@@ -138,8 +138,7 @@ def test_scan_in_second_order_is_rematerialized():
 
     expected = compiled(hvp(layers))(*ARGUMENTS)
     actual = compiled(hvp(remat.checkpoint(layers, policy=policy)))(*ARGUMENTS)
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert jnp.allclose(a, e, rtol=1e-4, atol=1e-4)
+    assert_close(actual, expected, tolerance=1e-5)
     again = remat.checkpoint(layers, policy=policy)
     assert runs_of(hvp(again), *ARGUMENTS) > runs_of(hvp(layers), *ARGUMENTS)
 
@@ -228,8 +227,7 @@ def test_random_numbers_of_a_carried_key(implementation, saved):
     expected = compiled(jax.grad(fun, (0, 1)))(*arguments)
     checkpointed = remat.checkpoint(fun, policy=policy)
     actual = compiled(jax.grad(checkpointed, (0, 1)))(*arguments)
-    for a, e in zip(actual, expected, strict=True):
-        assert jnp.allclose(a, e, rtol=1e-5, atol=1e-5)
+    assert_close(actual, expected, tolerance=1e-5)
 
 
 def test_nested_scans_save_what_the_policy_says():

@@ -45,7 +45,7 @@ def expected(name):
     return compiled(run)(args)
 
 
-@pytest.mark.parametrize(("name", "policy"), some_policies(BOTH, offset=4))
+@pytest.mark.parametrize(("name", "policy"), some_policies(BOTH, offset=4, half=1))
 def test_linearize(name, policy):
     run, args = linearized(name, checkpoint_with(policy))
     assert_close(compiled(run)(args), expected(name), PROBLEMS[name].tolerance)

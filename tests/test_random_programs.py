@@ -13,10 +13,10 @@ from random_programs import EXPRESSIONS, NAMESPACE, REVERSE_ONLY, TYPES
 import remat
 
 # How many to draw: few by default, a thousand in `make test-random`.
-NUM_EXAMPLES = int(os.environ.get("RANDOM_PROGRAMS", "40"))
+NUM_EXAMPLES = int(os.environ.get("RANDOM_PROGRAMS", "24"))
 # Parts can run in parallel. Each has a seed of its own, so that the programs are the
 # same in every run.
-PART = 20
+PART = 12
 TOLERANCE = 1e-5
 
 
@@ -61,7 +61,7 @@ def test_examples_vary():
     """What is to be drawn is drawn, if not in every part."""
     found: list[Example] = []
 
-    @drawn(0, 300)
+    @drawn(0, 200)
     def collect(example):
         found.append(example)
 

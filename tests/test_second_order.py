@@ -57,7 +57,7 @@ COMPOSITIONS = ["jvp of vjp", "vjp of jvp", "grad of grad"]
 def some_compositions(names, offset):
     """One for each problem, in turn; all for the problem that is listed first."""
     cases = []
-    for i, pair in enumerate(some_policies(names, offset)):
+    for i, pair in enumerate(some_policies(names, offset, half=1)):
         name, policy = pair.values
         possible = COMPOSITIONS if PROBLEMS[name].forward else COMPOSITIONS[2:]
         chosen = possible if i == 0 else [possible[i % len(possible)]]

@@ -68,7 +68,7 @@ def expected(name):
     return compiled(run)(args)
 
 
-@pytest.mark.parametrize(("name", "policy"), some_policies(BATCHED, offset=5))
+@pytest.mark.parametrize(("name", "policy"), some_policies(BATCHED, offset=5, half=0))
 def test_vmap(name, policy):
     run, args = vmapped(name, checkpoint_with(policy))
     assert_close(compiled(run)(args), expected(name), PROBLEMS[name].tolerance)
