@@ -267,6 +267,17 @@ def test_function_is_not_callable(fun):
     )
 
 
+@pytest.mark.parametrize(
+    "list_them", [remat.saved_residuals, remat.print_saved_residuals]
+)
+def test_residuals_of_what_is_not_callable(list_them):
+    text = message(remat.RematError, lambda: list_them(3, X))
+    assert text == (
+        "remat.saved_residuals got 3 of type int, which is not callable. Pass a "
+        "function, then its arguments: remat.saved_residuals(f, x)."
+    )
+
+
 def test_call_instead_of_function():
     called: Any = sines(X)
     text = message(remat.RematError, lambda: checkpoint(called))

@@ -136,9 +136,7 @@ class StaticSpec:
         }
         static |= {name: x for name, x in kwargs.items() if name in self.names}
         for where, value in static.items():
-            try:
-                hash(value)
-            except TypeError:
+            if not is_hashable(value):
                 label = argument_name(fun, where)
                 raise StaticArgumentError(
                     f"The static argument {label} of {function_name(fun)} is "
@@ -147,10 +145,19 @@ class StaticSpec:
                     "is kept: pass a hashable value (a tuple instead of a list, a "
                     "frozen dataclass instead of a dict), or make the argument an "
                     "ordinary one."
-                ) from None
+                )
         dynamic = [None if i in static else x for i, x in enumerate(args)]
         named = {name: x for name, x in kwargs.items() if name not in static}
         return static, dynamic, named
+
+
+def is_hashable(value: object) -> bool:
+    """Whether `value` can be a static argument: it hashes, and so do its parts."""
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def static_spec(

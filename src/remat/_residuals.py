@@ -8,6 +8,7 @@ from jax.extend.core import Var
 from jax.extend.core.primitives import jit_p, scan_p
 
 from remat._arguments import static_spec
+from remat._errors import RematError
 from remat._jax import (
     ClosedJaxpr,
     JaxprEqn,
@@ -85,8 +86,13 @@ def saved_residuals(
         >>> description
         'from the argument x'
     """
-    call, leaves = trace_call(fun, static_spec(fun, (), ()), args, kwargs)
-    del leaves
+    if not callable(fun):
+        raise RematError(
+            f"remat.saved_residuals got {fun!r} of type {type(fun).__name__}, which is "
+            "not callable. Pass a function, then its arguments: "
+            "remat.saved_residuals(f, x)."
+        )
+    call, _ = trace_call(fun, static_spec(fun, (), ()), args, kwargs)
     num_consts = len(call.consts)
     nonzero = [is_differentiable(aval) for aval in call.jaxpr.in_avals]
     nonzero[:num_consts] = [False] * num_consts

@@ -23,6 +23,7 @@ from remat._arguments import (
     StaticSpec,
     flat_arguments,
     function_name,
+    is_hashable,
     shown,
     source,
     static_remedy,
@@ -265,22 +266,13 @@ def _not_an_array(
     remedy = (
         f"Mark it static: remat.checkpoint({function_name(fun)}, "
         f"{static_remedy(fun, [argument.where])})."
-        if whole is leaf or _is_hashable(whole)
+        if whole is leaf or is_hashable(whole)
         else "Pass it as an argument of its own and mark that static, or close over it."
     )
     return UnsupportedError(
         f"The argument {argument.path} of {function_name(fun)} is {shown(leaf)} of "
         f"type {type(leaf).__name__}, which JAX can't trace. {remedy}"
     )
-
-
-def _is_hashable(value: object) -> bool:
-    """Whether `value` can be a static argument: it hashes, and so do its parts."""
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
 
 
 def _traced_value(
