@@ -15,7 +15,13 @@ PACKAGE = pathlib.Path(remat.__file__).parent
 # the modules listed before it. A module of a subpackage has a dotted name here.
 LAYERS: dict[int, tuple[str, ...]] = {
     0: ("_errors", "_jax", "_barriers"),
-    1: ("_schedule",),
+    1: ("_schedule", "_units", "_program", "_simulate"),
+    2: (
+        "_solver",
+        "_solver.min_cut",
+        "_solver.shaving",
+        "_solver.retention",
+    ),
     3: (
         "_primitive",
         "_policies",

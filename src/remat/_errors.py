@@ -27,6 +27,22 @@ class UnsupportedError(RematError, NotImplementedError):
     """Something that can't be rematerialized correctly, with the way out."""
 
 
+class InvalidScheduleError(RematError, ValueError):
+    """A schedule reads what isn't there, leaves something out, or repeats too much."""
+
+
+class InfeasibleBudgetError(RematError, MemoryError):
+    """No plan within the budget was found.
+
+    Attributes:
+        smallest_peak_bytes: the smallest peak that was reached.
+    """
+
+    def __init__(self, message: str, smallest_peak_bytes: int):
+        super().__init__(message)
+        self.smallest_peak_bytes = smallest_peak_bytes
+
+
 class UnknownNameWarning(UserWarning):
     """A policy names a value that occurs nowhere in the function."""
 

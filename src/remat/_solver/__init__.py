@@ -1,0 +1,1 @@
+"""Solvers: schedules of a program within a memory budget, and bounds on them all."""
