@@ -7,7 +7,7 @@ import pytest
 
 import remat
 from remat import checkpoint, checkpoint_name, policies, saved_residuals
-from remat._residuals import human_bytes
+from remat._units import format_bytes
 
 
 def line_of(marker: str) -> str:
@@ -212,4 +212,4 @@ def test_printed_without_residuals(capsys):
     ],
 )
 def test_human_units(count, text):
-    assert human_bytes(count) == text
+    assert format_bytes(count) == text

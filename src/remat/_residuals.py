@@ -23,6 +23,7 @@ from remat._jax import (
 from remat._linearize import is_differentiable, linearize
 from remat._primitive import remat_p
 from remat._trace import trace_call
+from remat._units import format_bytes
 
 
 class Residual(tuple[Any, str]):
@@ -137,7 +138,7 @@ def residual_table(residuals: list[Residual]) -> str:
     largest_first = sorted(residuals, key=lambda r: -r.nbytes)
     rows = [
         (
-            human_bytes(r.nbytes),
+            format_bytes(r.nbytes),
             f"{100 * r.nbytes / max(total, 1):.1f} %",
             r.aval.str_short(short_dtypes=True),
             r.description,
@@ -151,20 +152,10 @@ def residual_table(residuals: list[Residual]) -> str:
         for size, share, kind, origin in rows
     ]
     noun = "residual" if len(rows) == 1 else "residuals"
-    summary = f"{human_bytes(total)} in {len(rows)} {noun}"
+    summary = f"{format_bytes(total)} in {len(rows)} {noun}"
     if held:
-        summary += f", {human_bytes(held)} of it arguments"
+        summary += f", {format_bytes(held)} of it arguments"
     return "\n".join([*lines, f"total: {summary}"])
-
-
-def human_bytes(count: int) -> str:
-    """A number of bytes in the largest unit that leaves it above one: `1.5 MiB`."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def parse_bytes(size: int | float | str, *, whole: int | None = None) -> int:
                 + (', or a percentage, as in "50%".' if whole is not None else ".")
             )
         if unit != "%":
-            return int(float(match[1]) * _UNITS[match[2].lower()])
+            return int(float(match[1]) * _UNITS[unit])
         if whole is None:
             raise ValueError(
                 f'"{size}" is a percentage, and there is nothing here that it could be '
@@ -48,10 +48,11 @@ def parse_bytes(size: int | float | str, *, whole: int | None = None) -> int:
     return int(size)
 
 
-def format_bytes(size: float) -> str:
-    """`size` in the largest unit that leaves at least 1 of it: "1.5 GiB"."""
-    value, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
-    while abs(value) >= 1024 and len(units) > 1:
-        value /= 1024
-        units.pop(0)
-    return f"{value:.0f} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
+def format_bytes(count: int) -> str:
+    """A number of bytes in the largest unit that leaves it above one: `1.5 MiB`."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
