@@ -85,15 +85,6 @@ class Program:
         return len(self.reads)
 
     @cached_property
-    def maker(self) -> tuple[int, ...]:
-        """For each value, the equation that makes it; -1 for one that none makes."""
-        maker = [-1] * len(self.value_bytes)
-        for i, makes in enumerate(self.makes):
-            for v in makes:
-                maker[v] = i
-        return tuple(maker)
-
-    @cached_property
     def total_cost(self) -> float:
         """The cost of evaluating every equation once."""
         return float(sum(self.costs))

@@ -69,11 +69,9 @@ class Simulation:
         total = self.program.total_cost
         return self.recompute_cost / total if total else 0.0
 
-    def value_of(self, version: int) -> int:
-        """Which value of the program `version` is one of."""
-        step = int(self.made_at[version])
-        makes = self.program.makes[self.schedule[step]]
-        return makes[version - int(self.first_version[step])]
+    def made_by(self, step: int) -> range:
+        """The versions that `step` makes."""
+        return range(int(self.first_version[step]), int(self.first_version[step + 1]))
 
 
 def simulate(program: Program, schedule: Sequence[int]) -> Simulation:

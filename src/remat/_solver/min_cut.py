@@ -34,12 +34,10 @@ class Cut:
     Attributes:
         again: steps to evaluate again after the step that was cut at.
         held_bytes: what is held at that step then.
-        cost: what evaluating them costs.
     """
 
     again: frozenset[int]
     held_bytes: int
-    cost: float
 
 
 class Network:
@@ -66,60 +64,42 @@ class Network:
         fixed_bytes: int,
     ):
         self.fixed_bytes = fixed_bytes
-        self._node: dict[int, int] = {}  # of a version
-        self._step_node: dict[int, int] = {}
-        count = 2
-        tails: list[int] = []
-        heads: list[int] = []
-        stack = [v for v in dict.fromkeys(required) if not free[v]]
-        seen = set(stack)
-        starts = frozenset(stack)
-        finite = np.isfinite(costs)
-        order = []
+        required = [v for v in dict.fromkeys(required) if not free[v]]
+        need: dict[int, int] = {}  # the node of a version
+        again: dict[int, int] = {}  # the node of a step
+        stack, seen, count = list(required), set(required), 2
         while stack:
             v = stack.pop()
+            need[v], count = count, count + 1
             step = int(makers[v])
-            if not finite[step]:
-                # Only a required one surely has to be kept; another is if chosen.
-                order.append((v, -1))
-                self._node[v] = count
-                count += 1
+            if step in again or not np.isfinite(costs[step]):
                 continue
-            order.append((v, step))
-            self._node[v] = count
-            count += 1
-            if step in self._step_node:
-                continue
-            self._step_node[step] = count
-            count += 1
+            again[step], count = count, count + 1
             for u in reads[step]:
                 if not free[u] and u not in seen:
                     seen.add(u)
                     stack.append(u)
-        keep_nodes, keep_heads, keep_sizes = [], [], []
-        for v, step in order:
-            keep_nodes.append(self._node[v])
-            keep_heads.append(1 if step < 0 else self._step_node[step])
-            keep_sizes.append(int(sizes[v]))
-        for step, node in self._step_node.items():
-            for u in reads[step]:
-                if not free[u]:
-                    tails.append(node)
-                    heads.append(self._node[u])
-        tails += [0] * len(starts)
-        heads += [self._node[v] for v in sorted(starts)]
-        steps = list(self._step_node)
-        self._steps = np.asarray(steps, np.int64)
-        self._step_nodes = np.asarray(list(self._step_node.values()), np.int64)
-        self._versions = np.asarray([v for v, _ in order], np.int64)
-        self._keep_nodes = np.asarray(keep_nodes, np.int64)
-        self._keep_heads = np.asarray(keep_heads, np.int64)
-        self._keep_sizes = np.asarray(keep_sizes, np.int64)
-        self._costs = costs[self._steps] if steps else np.zeros(0)
-        self._tails = np.asarray(tails, np.int64)
-        self._heads = np.asarray(heads, np.int64)
         self._count = count
+        self._versions = np.array(list(need), np.int64)
+        self._sizes = sizes[self._versions]
+        self._need = np.array(list(need.values()), np.int64)
+        # A version that can't be made again has nowhere to go but the sink.
+        made = [again.get(int(makers[v]), 1) for v in need]
+        self._made = np.array(made, np.int64)
+        self._steps = np.array(list(again), np.int64)
+        self._again = np.array(list(again.values()), np.int64)
+        self._costs = costs[self._steps]
         self.total_cost = float(self._costs.sum())
+        infinite = [
+            (node, need[u]) for k, node in again.items() for u in reads[k] if u in need
+        ]
+        infinite += [(0, need[v]) for v in sorted(required)]
+        tails, heads = np.array(infinite, np.int64).reshape(-1, 2).T
+        sinks = np.ones(len(self._steps), np.int64)
+        # The edges: those with a price, those with a cost, the infinite ones.
+        self._tails = np.concatenate([self._need, self._again, tails], dtype=np.int32)
+        self._heads = np.concatenate([self._made, sinks, heads], dtype=np.int32)
+        self._infinite = np.full(len(infinite), _WHOLE - 1)
 
     def __len__(self) -> int:
         """How many steps could be evaluated again."""
@@ -136,40 +116,29 @@ class Network:
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
         if not len(self._versions):
-            return Cut(frozenset(), self.fixed_bytes, 0.0)
+            return Cut(frozenset(), self.fixed_bytes)
         # Where all is free to evaluate again, so is any positive price too high.
         scale = _WHOLE / self.total_cost if self.total_cost else 1.0
-        keep = self._keep_sizes * (price * scale)
+        keep = self._sizes * (price * scale)
         if weight is not None:
             keep = keep * weight[self._versions]
-        sunk = self._keep_heads == 1
-        capacity = np.minimum(keep, _WHOLE - 1).astype(np.int64)
-        # What can't be evaluated again costs the same in every cut where it is needed.
-        capacity[sunk] = np.minimum(capacity[sunk], _WHOLE // max(int(sunk.sum()), 1))
+        keep = np.minimum(keep, _WHOLE - 1).astype(np.int64)
+        sunk = self._made == 1
+        keep[sunk] = np.minimum(keep[sunk], _WHOLE // max(int(sunk.sum()), 1))
         again = np.floor(self._costs * scale).astype(np.int64)
-        tails = np.concatenate(
-            [self._keep_nodes, self._step_nodes, self._tails]
-        ).astype(np.int32)
-        heads = np.concatenate(
-            [self._keep_heads, np.ones(len(self._steps), np.int64), self._heads]
-        ).astype(np.int32)
-        values = np.concatenate(
-            [capacity, again, np.full(len(self._tails), _WHOLE - 1)]
-        ).astype(np.int32)
+        values = np.concatenate([keep, again, self._infinite], dtype=np.int32)
         shape = (self._count, self._count)
-        graph = csr_matrix((values, (tails, heads)), shape=shape)
+        graph = csr_matrix((values, (self._tails, self._heads)), shape=shape)
         flow = maximum_flow(graph, 0, 1).flow
         residual = graph - flow
         residual.data = (residual.data > 0).astype(np.int32)
         residual.eliminate_zeros()
         reached = np.zeros(self._count, bool)
         reached[breadth_first_order(residual, 0, return_predecessors=False)] = True
-        chosen = reached[self._step_nodes]
-        kept = reached[self._keep_nodes] & ~reached[self._keep_heads]
+        kept = reached[self._need] & ~reached[self._made]
         return Cut(
-            frozenset(self._steps[chosen].tolist()),
-            self.fixed_bytes + int(self._keep_sizes[kept].sum()),
-            float(self._costs[chosen].sum()),
+            frozenset(self._steps[reached[self._again]].tolist()),
+            self.fixed_bytes + int(self._sizes[kept].sum()),
         )
 
 
@@ -180,8 +149,7 @@ def across(sim: Simulation, step: int) -> Network:
     after = sim.last_use > step
     touched = np.zeros(len(sim.version_bytes), bool)
     touched[list(sim.reads[step])] = True
-    own = slice(int(sim.first_version[step]), int(sim.first_version[step + 1]))
-    touched[own] = True
+    touched[list(sim.made_by(step))] = True
     free = touched | (sim.version_bytes == 0)
     schedule = np.asarray(sim.schedule[:step], np.int64)
     costs = np.asarray(program.costs, float)[schedule]
@@ -205,7 +173,7 @@ def _only_used_later(sim: Simulation, step: int) -> np.ndarray:
     used = np.zeros(len(sim.version_bytes), bool)
     used[list(sim.reads[step])] = True
     for k in range(step - 1, -1, -1):
-        makes = range(int(sim.first_version[k]), int(sim.first_version[k + 1]))
+        makes = sim.made_by(k)
         zero = any(sim.version_bytes[v] == 0 and sim.last_use[v] > step for v in makes)
         repeatable = sim.program.repeatable[sim.schedule[k]]
         if repeatable and not zero and not any(used[v] for v in makes):

@@ -37,21 +37,18 @@ def _drop(sim: Simulation, budget_bytes: int) -> set[int]:
     for k, equation in enumerate(sim.schedule):
         steps_of.setdefault(equation, []).append(k)
     live = np.append(sim.live_bytes, 0)
-    end = [us[-1] if us else int(sim.made_at[v]) for v, us in enumerate(uses)]
+
+    def end(version: int) -> int:
+        return uses[version][-1] if uses[version] else int(sim.made_at[version])
 
     def gap(k: int, previous: int) -> list[tuple[int, int, int]]:
         """What dropping step k holds more and less: (first, last, bytes)."""
         changes = []
-        count = int(sim.first_version[k + 1] - sim.first_version[k])
-        for j in range(count):
-            old = int(sim.first_version[previous]) + j
-            new = int(sim.first_version[k]) + j
+        for old, new in zip(sim.made_by(previous), sim.made_by(k), strict=True):
             if not uses[new]:
                 changes.append((k, k, -int(sizes[new])))
-                continue
-            first = end[old] + 1
-            if first < k:
-                changes.append((first, k - 1, int(sizes[new])))
+            elif end(old) + 1 < k:
+                changes.append((end(old) + 1, k - 1, int(sizes[new])))
         for u in sim.reads[k]:
             if uses[u] and uses[u][-1] == k:
                 before = uses[u][-2] if len(uses[u]) > 1 else int(sim.made_at[u])
@@ -77,14 +74,8 @@ def _drop(sim: Simulation, budget_bytes: int) -> set[int]:
             continue
         dropped.add(k)
         steps.remove(k)
-        count = int(sim.first_version[k + 1] - sim.first_version[k])
-        for j in range(count):
-            old = int(sim.first_version[previous]) + j
-            new = int(sim.first_version[k]) + j
-            if uses[new]:
-                uses[old] = uses[old] + uses[new]
-                end[old] = uses[old][-1]
+        for old, new in zip(sim.made_by(previous), sim.made_by(k), strict=True):
+            uses[old] += uses[new]
         for u in sim.reads[k]:
             uses[u].remove(k)
-            end[u] = uses[u][-1] if uses[u] else int(sim.made_at[u])
     return dropped

@@ -3,8 +3,8 @@
 Each round cuts at the highest step, at the smallest price that brings it under the
 budget. What the cut gives up is evaluated again right before its first use after that
 step, and is an evaluation like all others for the rounds that follow: a value may be
-made many times. A schedule that was good at a looser budget is where the next one
-starts, so that all budgets together take about as long as the tightest.
+made many times. Each round's schedule is one for a looser budget, so that a run for
+the tightest budget passes by the others.
 """
 
 from collections.abc import Iterator
@@ -124,8 +124,7 @@ def live_only(program: Program, schedule: list[int]) -> Simulation:
     used[sim.last_use == len(schedule)] = True
     kept = []
     for k in range(len(schedule) - 1, -1, -1):
-        makes = range(int(sim.first_version[k]), int(sim.first_version[k + 1]))
-        if not program.repeatable[schedule[k]] or any(used[v] for v in makes):
+        if not program.repeatable[schedule[k]] or used[list(sim.made_by(k))].any():
             kept.append(schedule[k])
             used[list(sim.reads[k])] = True
     if len(kept) == len(schedule):
