@@ -30,6 +30,8 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "_arguments",
         "_trace",
         "_stage",
+        "_cost",
+        "_fusion",
         "_control_flow",
         "_control_flow.parts",
         "_control_flow.nested",
