@@ -15,7 +15,7 @@ PACKAGE = pathlib.Path(remat.__file__).parent
 # the modules listed before it. A module of a subpackage has a dotted name here.
 LAYERS: dict[int, tuple[str, ...]] = {
     0: ("_errors", "_jax", "_barriers"),
-    1: ("_schedule", "_units", "_program", "_simulate"),
+    1: ("_units", "_program", "_simulate", "_schedule"),
     2: (
         "_solver",
         "_solver.min_cut",
@@ -29,9 +29,8 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "_flatten",
         "_arguments",
         "_trace",
+        "_emit",
         "_stage",
-        "_cost",
-        "_fusion",
         "_control_flow",
         "_control_flow.parts",
         "_control_flow.nested",
@@ -42,6 +41,9 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "_saving",
         "_linearize",
         "_checkpoint",
+        "_unplanned",
+        "_cost",
+        "_fusion",
     ),
     5: ("_residuals",),
     7: ("__init__",),

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from jax.extend.core import DropVar, Var
 
 from remat._cost import Rates, work
+from remat._emit import Emitter
 from remat._jax import ClosedJaxpr, JaxprEqn, num_bytes, side_effects
 from remat._program import Program
+from remat._schedule import behind_barriers
+from remat._simulate import Simulation
 from remat._stage import CHEAP
 
 # What changes only how the same bytes are seen.
@@ -83,6 +86,40 @@ def fused(jaxpr: ClosedJaxpr, rates: Rates) -> FusedProgram:
         repeatable=tuple(again),
     )
     return FusedProgram(program, jaxpr, tuple(groups), tuple(values))
+
+
+def rewritten(fused_program: FusedProgram, sim: Simulation) -> ClosedJaxpr:
+    """The jaxpr, evaluated as in a simulated schedule of its program."""
+    jaxpr, program = fused_program.jaxpr, fused_program.program
+    emitter = Emitter(jaxpr)
+    operands = set(jaxpr.jaxpr.invars)
+    written_after: dict[int, int] = {}  # how many barriers there were
+    barriers = 0
+    for group in behind_barriers(sim):
+        if group.late:
+            tied = [fused_program.values[v] for v in (*group.settled, *group.inputs)]
+            # What starts from operands alone has no other tie to this place.
+            tied += dict.fromkeys(
+                v
+                for step in group.equations
+                if not program.reads[step]
+                for i in fused_program.groups[step]
+                for v in jaxpr.eqns[i].invars
+                if isinstance(v, Var) and v in operands
+            )
+            place = jaxpr.eqns[fused_program.groups[group.equations[0]][-1]]
+            emitter.barrier(tied, like=place)
+            barriers += 1
+        for step in group.equations:
+            *inlined, root = fused_program.groups[step]
+            for i in inlined:
+                # After a barrier again, so that no barrier ties what takes no memory
+                # within a kernel.
+                if written_after.get(i) != barriers:
+                    emitter.evaluate(i)
+                    written_after[i] = barriers
+            emitter.evaluate(root)
+    return emitter.finish()
 
 
 def _size(v: Var) -> int:

@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
+from remat._simulate import Simulation
+
 
 @dataclass(frozen=True)
 class Group:
@@ -21,6 +23,7 @@ class Group:
         settled: values made since the last barrier that are still needed. Without them
             in the barrier a compiler may postpone what makes them, and so keep alive
             what they are made from.
+        late: whether the group has to wait for what was evaluated before it.
 
     The group and all that follows read both as they come out of the barrier.
     """
@@ -28,6 +31,7 @@ class Group:
     equations: tuple[int, ...]
     inputs: tuple[int, ...] = ()
     settled: tuple[int, ...] = ()
+    late: bool = False
 
     @property
     def has_barrier(self) -> bool:
@@ -186,3 +190,35 @@ def _count_uses(
         for value in reads[i]:
             uses[value] += 1
     return uses
+
+
+def behind_barriers(sim: Simulation) -> list[Group]:
+    """The steps of a simulated schedule, barriers before those that are late.
+
+    A step is late if one that comes after it in the program has been evaluated: it is
+    evaluated again, or was postponed. Late steps that follow one another are a group.
+    """
+    schedule, first = sim.schedule, sim.first_version
+    value = [v for equation in schedule for v in sim.program.makes[equation]]
+    groups: list[Group] = []
+    fresh: list[int] = []  # versions made since the last barrier
+    highest, step = -1, 0
+    while step < len(schedule):
+        start, late = step, schedule[step] <= highest
+        while step < len(schedule) and (schedule[step] <= highest) == late:
+            highest = max(highest, schedule[step])
+            step += 1
+        inputs: tuple[int, ...] = ()
+        settled: tuple[int, ...] = ()
+        if late:
+            tied = [v for v in fresh if sim.last_use[v] >= start]
+            read = dict.fromkeys(v for k in range(start, step) for v in sim.reads[k])
+            known = set(tied)
+            inputs = tuple(
+                value[v] for v in read if v < first[start] and v not in known
+            )
+            settled = tuple(value[v] for v in tied)
+            fresh.clear()
+        fresh.extend(range(int(first[start]), int(first[step])))
+        groups.append(Group(schedule[start:step], inputs, settled, late))
+    return groups

@@ -10,18 +10,11 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from jax.extend.core import DropVar, Var
-from jax.lax import optimization_barrier_p
 
-from remat._jax import (
-    ClosedJaxpr,
-    JaxprEqn,
-    Literal,
-    build_jaxpr,
-    new_equation,
-    num_bytes,
-)
+from remat._emit import Emitter
+from remat._jax import ClosedJaxpr, JaxprEqn, Literal, num_bytes
 from remat._primitive import remat_p
-from remat._schedule import Group, just_in_time
+from remat._schedule import just_in_time
 
 # Primitives that compilers fuse with what uses their result, at next to no cost.
 CHEAP = frozenset(
@@ -154,39 +147,18 @@ def staged(
         numbers(jaxpr.jaxpr.outvars),
         {i: num_bytes(v.aval) for i, v in enumerate(values)},
     )
-    return _emit(jaxpr, groups, values, untied)
-
-
-def _emit(
-    jaxpr: ClosedJaxpr, groups: Sequence[Group], values: Sequence[Var], untied: set[int]
-) -> ClosedJaxpr:
-    """Write the equations in the order of `groups`, with their barriers."""
-    current: dict[Var, Var] = {}  # what a value is called after the barriers so far
-    emitted: list[JaxprEqn] = []
-
-    def barrier(tied: Sequence[Var], place: JaxprEqn) -> None:
-        outs = [Var(v.aval) for v in tied]
-        operands = [read(v) for v in tied]
-        emitted.append(
-            new_equation(optimization_barrier_p, operands, outs, {}, like=place)
-        )
-        current.update(zip(tied, outs, strict=True))
-
-    def read(atom: Var | Literal) -> Var | Literal:
-        return atom if isinstance(atom, Literal) else current.get(atom, atom)
-
+    emitter = Emitter(jaxpr)
     for group in groups:
         tied = [values[i] for i in group.settled]
         tied += [values[i] for i in group.inputs if i not in untied]
         if group.has_barrier and (len(tied) > len(group.settled) or not group.inputs):
-            barrier(tied, jaxpr.eqns[group.equations[0]])
+            emitter.barrier(tied, like=eqns[group.equations[0]])
         for i in group.equations:
-            eqn = jaxpr.eqns[i]
-            emitted.append(eqn.replace(invars=[read(v) for v in eqn.invars]))
+            eqn = emitter.evaluate(i)
             if eqn.primitive is remat_p and not eqn.params["staged"]:
                 # What a nested checkpoint returns is where its own recomputation starts
                 # from later. Without a barrier here, fusions evaluate it once for each
                 # use: the halving scheme of 64 functions compiles 1.5 times as long.
-                barrier([v for v in eqn.outvars if not isinstance(v, DropVar)], eqn)
-    outvars = [read(v) for v in jaxpr.jaxpr.outvars]
-    return build_jaxpr(jaxpr.jaxpr.invars, outvars, emitted, like=jaxpr.jaxpr)
+                made = [v for v in eqn.outvars if not isinstance(v, DropVar)]
+                emitter.barrier(made, like=eqn)
+    return emitter.finish()
