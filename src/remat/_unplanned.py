@@ -107,9 +107,7 @@ def _atom_key(atom: Var | Literal) -> Hashable:
     return atom
 
 
-def _rebuilt(
-    jaxpr: ClosedJaxpr, eqns: Sequence[JaxprEqn], names: Names
-) -> ClosedJaxpr:
+def _rebuilt(jaxpr: ClosedJaxpr, eqns: Sequence[JaxprEqn], names: Names) -> ClosedJaxpr:
     outvars = [_read(v, names) for v in jaxpr.jaxpr.outvars]
     return build_jaxpr(jaxpr.jaxpr.invars, outvars, eqns, like=jaxpr.jaxpr)
 
