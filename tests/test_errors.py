@@ -437,8 +437,21 @@ def test_static_value_is_shortened_in_the_message():
 def test_static_value_is_traced():
     f = checkpoint(scaled, static_argnums=1)
     text = message(remat.StaticArgumentError, lambda: jax.jit(lambda n: f(X, n))(2.0))
-    assert text.startswith("The static argument n of scaled is ")
-    assert "Tracer" in text
+    assert text.startswith("The static argument n of scaled is a value that is traced")
+    assert text.endswith("Make it static there too, or close over it instead.")
+
+
+def test_static_value_is_traced_for_the_residuals():
+    f = checkpoint(scaled, static_argnums=1)
+
+    def calls(x, n):
+        return f(x, n)
+
+    text = message(
+        remat.StaticArgumentError, lambda: remat.saved_residuals(calls, X, 2)
+    )
+    assert "remat.saved_residuals" in text
+    assert remat.saved_residuals(lambda x: f(x, 2), X) == []
 
 
 # Values that are needed in Python.

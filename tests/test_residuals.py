@@ -1,5 +1,7 @@
 """What `saved_residuals` tells: types, bytes, names, places and origins."""
 
+from functools import partial, wraps
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -174,14 +176,120 @@ def test_nothing_to_differentiate(args):
     assert saved_residuals(lambda *args: jnp.ones(3), *args) == []
 
 
-def test_argument_that_is_no_array():
-    def f(x, mode):
-        del mode
-        return x
+def activated(x, mode, count=1):
+    """Fails unless `mode` and `count` are Python values."""
+    for _ in range(count):
+        x = {"sin": jnp.sin, "relu": jax.nn.relu}[mode](x)
+    return jnp.sum(checkpoint_name(x, "act") ** 2)
 
-    message = "The argument mode of f is 'fast'"
-    with pytest.raises(remat.UnsupportedError, match=message):
-        saved_residuals(f, X, mode="fast")
+
+STATIC_CALLS = {
+    "position": (("relu", 2), {}),
+    "name": (("relu",), {"count": 2}),
+    "both names": ((), {"count": 2, "mode": "relu"}),
+    "default": (("sin",), {}),
+}
+
+
+@pytest.mark.parametrize("call", STATIC_CALLS)
+@pytest.mark.parametrize(
+    "static",
+    [{"static_argnums": (1, 2)}, {"static_argnames": ("mode", "count")}],
+    ids=str,
+)
+def test_static_arguments_of_a_checkpointed_function(static, call):
+    args, kwargs = STATIC_CALLS[call]
+    policy = policies.save_only_these_names("act")
+    residuals = saved_residuals(
+        checkpoint(activated, policy=policy, **static), X, *args, **kwargs
+    )
+    assert [r.name for r in residuals] == ["x", "act"]
+    assert residuals[0].description == "from the argument x"
+
+
+def test_static_arguments_are_printed(capsys):
+    f = checkpoint(activated, static_argnums=1)
+    remat.print_saved_residuals(f, X, "sin")
+    assert "from the argument x\n" in capsys.readouterr().out
+
+
+def test_static_argument_before_the_dynamic_one():
+    f = checkpoint(lambda mode, x: activated(x, mode), static_argnums=0)
+    assert descriptions(saved_residuals(f, "sin", X)) == ["from the argument x"]
+
+
+def scaled_first(scale, x, mode):
+    return activated(scale * x, mode)
+
+
+class Layer:
+    @partial(checkpoint, static_argnums=(0, 2, -1))
+    def apply(self, x, mode, count=1):
+        return activated(x, mode, count)
+
+
+@pytest.mark.parametrize(
+    ("fun", "args"),
+    [
+        (Layer().apply, (X, "sin", 2)),
+        (Layer.apply, (Layer(), X, "sin", 2)),
+        (partial(checkpoint(scaled_first, static_argnums=2), 2.0), (X, "sin")),
+        (partial(checkpoint(activated, static_argnums=(1, 2)), count=2), (X, "sin")),
+        (partial(Layer.apply, Layer()), (X, "sin", 2)),
+    ],
+    ids=["method", "function", "partial", "partial by name", "partial method"],
+)
+def test_static_arguments_of_methods_and_partials(fun, args):
+    residuals = saved_residuals(fun, *args)
+    assert "from the argument x" in descriptions(residuals)
+
+
+def test_a_function_that_wraps_a_checkpointed_one_has_no_static_arguments():
+    @wraps(checkpoint(activated, static_argnums=1))
+    def wrapper(x, mode):
+        return activated(x, mode)
+
+    with pytest.raises(remat.UnsupportedError, match="Close over it: "):
+        saved_residuals(wrapper, X, "sin")
+    assert saved_residuals(lambda x: wrapper(x, "sin"), X)
+
+
+def test_argument_that_is_no_array():
+    with pytest.raises(remat.UnsupportedError) as caught:
+        saved_residuals(activated, X, mode="sin")
+    assert str(caught.value) == (
+        "The argument mode of activated is 'sin' of type str, which JAX can't trace. "
+        "Close over it: remat.saved_residuals(lambda x: activated(x, mode=mode), x)."
+    )
+
+
+def test_argument_that_is_needed_in_python():
+    with pytest.raises(remat.TracedValueError) as caught:
+        saved_residuals(lambda *args: activated(args[0], "sin", args[1]), X, 2)
+    text = str(caught.value)
+    assert "given to remat.saved_residuals, needs the value of the argument" in text
+    assert "static" not in text
+    assert text.endswith(
+        "If it is a flag or a size rather than data, close over it: "
+        "remat.saved_residuals(lambda x0: fun(x0, x1), x0). If it is data, use "
+        "jax.lax.cond or jnp.where."
+    )
+
+
+def test_argument_within_a_pytree_that_is_no_array():
+    with pytest.raises(remat.UnsupportedError) as caught:
+        saved_residuals(lambda p: activated(**p), {"x": X, "mode": "sin"})
+    assert str(caught.value).endswith(
+        "Leave it out of the argument, and close over it."
+    )
+
+
+def test_checkpointed_function_whose_argument_is_not_static_yet():
+    with pytest.raises(remat.UnsupportedError) as caught:
+        saved_residuals(checkpoint(activated), X, "sin")
+    assert str(caught.value).endswith(
+        "Mark it static: remat.checkpoint(activated, static_argnames='mode')."
+    )
 
 
 def test_printed_largest_first_with_shares_and_a_total(capsys):

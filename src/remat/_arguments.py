@@ -2,11 +2,14 @@
 
 import inspect
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
+from jax.core import Tracer
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from remat._errors import StaticArgumentError
@@ -82,6 +85,28 @@ def static_remedy(fun: Callable[..., Any], wheres: Iterable[int | str]) -> str:
     )
 
 
+def closing_over(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    wheres: Iterable[int | str],
+) -> tuple[str, str]:
+    """A lambda that calls `fun` and closes over the arguments at `wheres`.
+
+    Also the other arguments, which it takes: the two as one writes them in a call.
+    """
+    names = {i: argument_name(fun, i) for i in range(len(args))}
+    names = {i: n if n.isidentifier() else f"x{i}" for i, n in names.items()}
+    closed = set(wheres)
+    given = [n for i, n in names.items() if i not in closed]
+    given += [name for name in kwargs if name not in closed]
+    passed = ", ".join([*names.values(), *(f"{name}={name}" for name in kwargs)])
+    function = function_name(fun)
+    function = function if function.isidentifier() else "fun"
+    taken = ", ".join(given)
+    return f"lambda{' ' * bool(given)}{taken}: {function}({passed})", taken
+
+
 def _parameters(fun: Callable[..., Any]) -> list[inspect.Parameter] | None:
     try:
         return list(inspect.signature(fun).parameters.values())
@@ -113,6 +138,18 @@ class StaticSpec:
     num_named: int = 0
     """How many positional parameters have a name of their own."""
 
+    def after(self, num_given: int) -> "StaticSpec":
+        """The same once the first `num_given` positional arguments are given."""
+        return StaticSpec(
+            frozenset(
+                p - num_given if p >= 0 else p
+                for p in self.positions
+                if not 0 <= p < num_given
+            ),
+            self.names,
+            max(self.num_named - num_given, 0),
+        )
+
     def split(
         self, fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[dict[int | str, Any], list[Any], dict[str, Any]]:
@@ -136,8 +173,16 @@ class StaticSpec:
         }
         static |= {name: x for name, x in kwargs.items() if name in self.names}
         for where, value in static.items():
+            label = argument_name(fun, where)
+            if isinstance(value, Tracer):
+                raise StaticArgumentError(
+                    f"The static argument {label} of {function_name(fun)} is a value "
+                    f"that is traced, {shown(value)}: it is an argument of a function "
+                    "around the call that jax.jit, jax.grad, remat.saved_residuals or "
+                    "the like was applied to. Make it static there too, or close over "
+                    "it instead."
+                )
             if not is_hashable(value):
-                label = argument_name(fun, where)
                 raise StaticArgumentError(
                     f"The static argument {label} of {function_name(fun)} is "
                     f"{shown(value)} of type {type(value).__name__}, which can't be "
@@ -149,6 +194,34 @@ class StaticSpec:
         dynamic = [None if i in static else x for i, x in enumerate(args)]
         named = {name: x for name, x in kwargs.items() if name not in static}
         return static, dynamic, named
+
+
+# What is static in each function that `checkpoint` returned, while that lives. As an
+# attribute it would be copied to other functions by `functools.wraps`.
+_DECLARED: weakref.WeakKeyDictionary[Callable[..., Any], StaticSpec]
+_DECLARED = weakref.WeakKeyDictionary()
+
+
+def declare(fun: Callable[..., Any], spec: StaticSpec) -> None:
+    """Remember that calls of `fun` have the static arguments of `spec`."""
+    _DECLARED[fun] = spec
+
+
+def declared_spec(fun: Callable[..., Any]) -> StaticSpec | None:
+    """What was declared for `fun`, or for the function that it is a method or part of.
+
+    None if nothing was.
+    """
+    match fun:
+        case FunctionType():
+            return _DECLARED.get(fun)
+        case MethodType():
+            spec, num_given = declared_spec(fun.__func__), 1
+        case partial():
+            spec, num_given = declared_spec(fun.func), len(fun.args)
+        case _:
+            return None
+    return None if spec is None else spec.after(num_given)
 
 
 def is_hashable(value: object) -> bool:

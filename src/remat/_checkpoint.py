@@ -25,7 +25,7 @@ from jax.core import Tracer
 from jax.interpreters import ad, batching, mlir
 
 from remat import _barriers
-from remat._arguments import shown, static_spec
+from remat._arguments import declare, shown, static_spec
 from remat._constants import without_constants
 from remat._errors import (
     NameArgumentError,
@@ -493,6 +493,7 @@ def checkpoint(
         )
         return jax.tree.unflatten(call.out_tree, outs)
 
+    declare(checkpointed, spec)
     return checkpointed
 
 

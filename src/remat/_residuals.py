@@ -7,7 +7,7 @@ from typing import Any
 from jax.extend.core import Var
 from jax.extend.core.primitives import jit_p, scan_p
 
-from remat._arguments import static_spec
+from remat._arguments import StaticSpec, declared_spec
 from remat._errors import RematError
 from remat._jax import (
     ClosedJaxpr,
@@ -72,8 +72,9 @@ def saved_residuals(
 
     Args:
         fun: any function of arrays, with checkpoints in it or none.
-        *args: its arguments: arrays, or `jax.ShapeDtypeStruct` for their types. Close
-            over static arguments, as in `lambda x: fun(x, 3)`.
+        *args: its arguments: arrays, or `jax.ShapeDtypeStruct` for their types, and the
+            static ones of a checkpointed function. For any other function close over
+            what is no array, as in `lambda x: fun(x, 3)`.
         **kwargs: its keyword arguments. All of floating type are differentiated.
 
     Returns:
@@ -93,7 +94,12 @@ def saved_residuals(
             "not callable. Pass a function, then its arguments: "
             "remat.saved_residuals(f, x)."
         )
-    call, _ = trace_call(fun, static_spec(fun, (), ()), args, kwargs)
+    spec = declared_spec(fun)
+    if spec is not None:
+        call, _ = trace_call(fun, spec, args, kwargs)
+    else:
+        none = StaticSpec(frozenset(), frozenset())
+        call, _ = trace_call(fun, none, args, kwargs, caller="remat.saved_residuals")
     num_consts = len(call.consts)
     nonzero = [is_differentiable(aval) for aval in call.jaxpr.in_avals]
     nonzero[:num_consts] = [False] * num_consts

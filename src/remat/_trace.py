@@ -19,8 +19,8 @@ from jax.core import Tracer
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from remat._arguments import (
-    Argument,
     StaticSpec,
+    closing_over,
     flat_arguments,
     function_name,
     is_hashable,
@@ -72,6 +72,7 @@ class _Kept:
     traces: dict[Hashable, TracedCall]
 
 
+_CHECKPOINT = "remat.checkpoint"
 _NEEDS_VALUE = "depends on the value"
 _KEPT = "__remat_traces__"
 
@@ -81,8 +82,12 @@ def trace_call(
     spec: StaticSpec,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
+    *,
+    caller: str = _CHECKPOINT,
 ) -> tuple[TracedCall, list[Any]]:
     """Trace `fun(*args, **kwargs)`, or find it traced; also the flat dynamic arguments.
+
+    Errors tell that `fun` was given to `caller`, and what works there.
 
     Raises:
         StaticArgumentError: a static argument can't be hashed.
@@ -96,14 +101,14 @@ def trace_call(
         try:
             avals.append(jax.typeof(leaf))
         except (TypeError, OverflowError):
-            raise _not_an_array(fun, leaf, dynamic, named) from None
+            raise _not_an_array(fun, leaf, dynamic, named, caller) from None
     kept = _kept_traces(fun)
     # Equal static values of different types (1, 1.0, True) are different arguments.
     static_key = tuple((where, _typed(x)) for where, x in static.items())
     key = (static_key, in_tree, tuple(avals), trace_context())
     if kept is not None and key in kept.traces:
         return kept.traces[key], leaves
-    call = _trace_anew(fun, static, in_tree, avals)
+    call = _trace_anew(fun, static, in_tree, avals, caller)
     reads = _reads(fun)  # after tracing, which may count itself in a variable
     if reads is not None and not any(
         isinstance(x, Tracer) for x in (*call.consts, *reads)
@@ -121,18 +126,19 @@ def _trace_anew(
     static: Mapping[int | str, Any],
     in_tree: TreeDef,
     avals: Sequence[Any],
+    caller: str,
 ) -> TracedCall:
-    arguments = flat_arguments(fun, *jax.tree.unflatten(in_tree, range(len(avals))))
-    names = tuple(argument.path for argument in arguments)
+    args, kwargs = jax.tree.unflatten(in_tree, range(len(avals)))
+    names = tuple(argument.path for argument in flat_arguments(fun, args, kwargs))
     out_tree: TreeDef | None = None
 
     def flat(*leaves: Any) -> list[Any]:
         nonlocal out_tree
         dynamic, named = jax.tree.unflatten(in_tree, leaves)
-        args = [static.get(i, x) for i, x in enumerate(dynamic)]
+        positional = [static.get(i, x) for i, x in enumerate(dynamic)]
         named |= {k: x for k, x in static.items() if isinstance(k, str)}
-        result = fun(*args, **named)
-        _check_results(fun, result)
+        result = fun(*positional, **named)
+        _check_results(fun, result, caller)
         results, out_tree = jax.tree.flatten(result)
         return results
 
@@ -146,12 +152,12 @@ def _trace_anew(
         # Most are subclasses of their own; a shape that is traced is a bare TypeError.
         if _NEEDS_VALUE not in str(error):
             raise
-        raise _traced_value(fun, arguments, error) from error
+        raise _traced_value(fun, args, kwargs, caller, error) from error
     except jax.errors.NonConcreteBooleanIndexError as error:
         raise TracedValueError(
-            f"The function {source(fun)}, given to remat.checkpoint, indexes with a "
-            "mask that is traced, so the size of the result isn't known. Use "
-            "jnp.where(mask, x, fill) to keep the size, or jnp.nonzero with size=."
+            f"The function {source(fun)}, given to {caller}, indexes with a mask that "
+            "is traced, so the size of the result isn't known. Use jnp.where(mask, x, "
+            "fill) to keep the size, or jnp.nonzero with size=."
         ) from error
     if any(is_ref(jax.typeof(c)) for c in consts):
         raise mutable_ref_error(source(fun), "closes over a mutable Ref")
@@ -239,16 +245,20 @@ def _typed(value: Any) -> Hashable:
     return type(value), value
 
 
-def _check_results(fun: Callable[..., Any], result: Any) -> None:
+def _check_results(fun: Callable[..., Any], result: Any, caller: str) -> None:
     for path, leaf in tree_leaves_with_path(result):
         try:
             aval = jax.typeof(leaf)
         except TypeError:
+            to_do = (
+                "return what is none outside of the checkpointed function."
+                if caller == _CHECKPOINT
+                else "leave out what is none."
+            )
             raise UnsupportedError(
-                f"The function {source(fun)}, given to remat.checkpoint, returned "
+                f"The function {source(fun)}, given to {caller}, returned "
                 f"{shown(leaf)} of type {type(leaf).__name__} as result{keystr(path)}. "
-                "It has to return arrays, or containers of arrays; return what is none "
-                "outside of the checkpointed function."
+                f"It has to return arrays, or containers of arrays; {to_do}"
             ) from None
         if is_ref(aval):
             what = f"returned a mutable Ref as result{keystr(path)}"
@@ -256,27 +266,56 @@ def _check_results(fun: Callable[..., Any], result: Any) -> None:
 
 
 def _not_an_array(
-    fun: Callable[..., Any], leaf: Any, dynamic: Sequence[Any], named: Mapping[str, Any]
+    fun: Callable[..., Any],
+    leaf: Any,
+    dynamic: Sequence[Any],
+    named: Mapping[str, Any],
+    caller: str,
 ) -> UnsupportedError:
     arguments = flat_arguments(fun, dynamic, named)
     leaves = jax.tree.leaves((dynamic, named))
     argument = next(a for a, x in zip(arguments, leaves, strict=True) if x is leaf)
     where = argument.where
     whole = dynamic[where] if isinstance(where, int) else named[where]
-    remedy = (
-        f"Mark it static: remat.checkpoint({function_name(fun)}, "
-        f"{static_remedy(fun, [argument.where])})."
-        if whole is leaf or is_hashable(whole)
-        else "Pass it as an argument of its own and mark that static, or close over it."
-    )
+    if caller != _CHECKPOINT:
+        remedy = (
+            f"Close over it: {_called(fun, [where], dynamic, named, caller)}."
+            if whole is leaf
+            else "Leave it out of the argument, and close over it."
+        )
+    elif whole is leaf or is_hashable(whole):
+        remedy = (
+            f"Mark it static: {caller}({function_name(fun)}, "
+            f"{static_remedy(fun, [where])})."
+        )
+    else:
+        remedy = (
+            "Pass it as an argument of its own and mark that static, or close over it."
+        )
     return UnsupportedError(
         f"The argument {argument.path} of {function_name(fun)} is {shown(leaf)} of "
         f"type {type(leaf).__name__}, which JAX can't trace. {remedy}"
     )
 
 
+def _called(
+    fun: Callable[..., Any],
+    wheres: Iterable[int | str],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    caller: str,
+) -> str:
+    """The call of `caller` with a function that closes over what is at `wheres`."""
+    function, taken = closing_over(fun, args, kwargs, wheres)
+    return f"{caller}({', '.join(filter(None, [function, taken]))})"
+
+
 def _traced_value(
-    fun: Callable[..., Any], arguments: Sequence[Argument], error: Exception
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    caller: str,
+    error: Exception,
 ) -> TracedValueError:
     """Say which argument it was; JAX's message has it, in its own words."""
     text = str(error)
@@ -286,28 +325,37 @@ def _traced_value(
     words = described[1] if described else ""
     guilty = [
         a
-        for a in arguments
+        for a in flat_arguments(fun, args, kwargs)
         if ours and re.search(rf"(?<![\w\].]){re.escape(a.path)}(?![\w\[])", words)
     ]
-    start = f"The function {source(fun)}, given to remat.checkpoint, needs "
+    start = f"The function {source(fun)}, given to {caller}, needs "
     reason = "in Python (in an `if`, a shape or an index), but it is traced, so it has"
     if not guilty:
         inner = "" if ours or where is None else f" (in {where[1]}, which it calls)"
+        remedy = (
+            "make that an argument and static, with static_argnames or static_argnums"
+            if caller == _CHECKPOINT
+            else "close over that"
+        )
         return TracedValueError(
             f"{start}the value of something that it closes over or computes{inner} "
-            f"{reason} none. If it comes from a flag or a size, make that an argument "
-            "and static, with static_argnames or static_argnums. If it is data, use "
-            f"jax.lax.cond or jnp.where. JAX says: {text}"
+            f"{reason} none. If it comes from a flag or a size, {remedy}. If it is "
+            f"data, use jax.lax.cond or jnp.where. JAX says: {text}"
         )
     names = ", ".join(a.path for a in guilty)
     plural = "s" if len(guilty) > 1 else ""
-    remedy = static_remedy(fun, (a.where for a in guilty))
-    by_position = (
-        "" if "static_argnums" in remedy else ", or static_argnums with its position"
-    )
+    wheres = dict.fromkeys(a.where for a in guilty)
+    if caller == _CHECKPOINT:
+        remedy = static_remedy(fun, wheres)
+        remedy = f"make it static: {caller}({function_name(fun)}, {remedy})" + (
+            ""
+            if "static_argnums" in remedy
+            else ", or static_argnums with its position"
+        )
+    else:
+        remedy = f"close over it: {_called(fun, wheres, args, kwargs, caller)}"
     return TracedValueError(
         f"{start}the value of the argument{plural} {names} {reason} none. "
-        "If it is a flag or a size rather than data, make it static: "
-        f"remat.checkpoint({function_name(fun)}, {remedy}){by_position}. "
+        f"If it is a flag or a size rather than data, {remedy}. "
         "If it is data, use jax.lax.cond or jnp.where."
     )
