@@ -92,15 +92,72 @@ def test_disable_jit():
         assert_close(remat.checkpoint(jnp.sin)(1.0), jnp.sin(1.0), 1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered")
-def test_debug_nans(capfd):
-    f = remat.checkpoint(lambda x: jnp.log(jnp.sin(x)))
+@jax.custom_jvp
+def root(x):
+    return jnp.sqrt(x)
+
+
+root.defjvps(lambda t, y, x: t / (2.0 * y))
+
+MAKES_NAN = {
+    "sqrt": (jnp.sqrt, -1.0),
+    "log": (lambda x: jnp.log(jnp.sin(x)), -1.0),
+    "within jit": (lambda x: jax.jit(lambda x: jnp.sqrt(x))(x) + 1.0, -1.0),
+    "within a checkpoint": (remat.checkpoint(lambda x: jnp.sqrt(x)), -1.0),
+    "within a custom_jvp": (root, -1.0),
+    "scan": (lambda x: jax.lax.scan(lambda c, _: (jnp.log(c), None), x, None, 2)[0], 0),
+}
+NAMED = {"log": "log", "scan": "scan"}
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.grad, jax.value_and_grad])
+@pytest.mark.parametrize("case", MAKES_NAN)
+def test_debug_nans_names_the_primitive(case, transform, capfd):
+    fun, x = MAKES_NAN[case]
+    call = transform(remat.checkpoint(lambda x: fun(x)))
     with jax.debug_nans(True):
-        assert jnp.isfinite(jax.grad(f)(1.0))
-        for call in (f, jax.grad(f)):
-            with pytest.raises(FloatingPointError, match="nan"):
-                call(-1.0)
+        assert jnp.all(jnp.isfinite(jnp.array(call(3.0))))
+        with pytest.raises(FloatingPointError) as caught:
+            call(float(x))
+    name = NAMED.get(case, "sqrt")
+    message = f"invalid value (nan) encountered in {name}, from {__file__}:"
+    assert str(caught.value).startswith(message)
     assert "nan" in capfd.readouterr().out
+
+
+def test_debug_nans_of_the_gradient_alone():
+    f = remat.checkpoint(lambda x: jnp.sqrt(x) * 0.0)
+    with jax.debug_nans(True):
+        assert f(0.0) == 0.0
+        with pytest.raises(FloatingPointError, match="encountered in mul, from"):
+            jax.grad(f)(0.0)
+
+
+def test_debug_infs_names_the_primitive():
+    f = remat.checkpoint(lambda x: jnp.log(root(1.0 / x)))
+    for call in (f, jax.grad(f), jax.jit(f)):
+        with (
+            jax.debug_infs(True),
+            pytest.raises(
+                FloatingPointError, match=r"\(inf\) encountered in div, from"
+            ),
+        ):
+            call(0.0)
+
+
+def test_debug_nans_without_jit():
+    f = remat.checkpoint(lambda x, y: jnp.sqrt(x) + y)
+    with jax.debug_nans(True), jax.disable_jit():
+        assert f(4.0, 1.0) == 3.0
+        with pytest.raises(FloatingPointError, match="encountered in sqrt, from"):
+            f(-1.0, 1.0)
+
+
+def test_debug_nans_looks_at_results_only():
+    """As for a function under `jit`: what is masked by the end is no fault."""
+    f = remat.checkpoint(lambda x: jnp.where(x > 0, jnp.sqrt(x), 0.0))
+    with jax.debug_nans(True):
+        assert f(-1.0) == 0.0
 
 
 def live_bytes():

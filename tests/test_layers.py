@@ -40,6 +40,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "_control_flow.bodies",
         "_saving",
         "_linearize",
+        "_invalid",
         "_checkpoint",
         "_unplanned",
         "_cost",

@@ -35,11 +35,11 @@ from remat._errors import (
     caller_stacklevel,
 )
 from remat._flatten import trace_flat
+from remat._invalid import evaluate_checked
 from remat._jax import (
     ClosedJaxpr,
     batch,
     dce,
-    evaluate,
     lower_inline,
     lowers_for_cpu,
     name_p,
@@ -78,7 +78,7 @@ def _compiled(**params: Any) -> Callable[..., Any]:
         if any(isinstance(x, Tracer) for x in operands):
             return remat_p.bind(*operands, **params)
         # Not compiled: `jax.disable_jit`, or `jax.debug_nans` in search of a culprit.
-        return evaluate(params["jaxpr"], *operands)
+        return evaluate_checked(params["jaxpr"], *operands)
 
     return compiled
 

@@ -639,6 +639,11 @@ def trace_context() -> Hashable:
     )
 
 
+def invalid_values() -> tuple[bool, bool]:
+    """Whether JAX was told to look for NaNs, and for infinities."""
+    return jax.config.jax_debug_nans, jax.config.jax_debug_infs
+
+
 def platforms_setting() -> str:
     """The platforms that JAX was told to use, comma-separated; '' for any."""
     return jax.config.jax_platforms or ""
