@@ -741,7 +741,7 @@ def test_value_in_a_partial_and_in_a_method():
 # Arguments that are no data.
 
 
-@pytest.mark.parametrize("value", ["mode", b"mode", jnp.sin, object, np.array(["a"])])
+@pytest.mark.parametrize("value", ["mode", b"mode", jnp.sin, object, np.str_("a")])
 @pytest.mark.parametrize("by_name", [False, True])
 def test_argument_is_no_array(value, by_name):
     f = checkpoint(scaled)
@@ -754,6 +754,35 @@ def test_argument_is_no_array(value, by_name):
         "JAX can't trace. Mark it static: remat.checkpoint(scaled, "
         "static_argnames='n')."
     )
+
+
+class Unhashable:
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+@pytest.mark.parametrize(
+    ("value", "remedy"),
+    [
+        (np.array(["a"]), "Pass an array of numbers"),
+        (np.array([None, 1]), "Pass an array of numbers"),
+        (np.array(["2000-01-01"], "datetime64[D]"), "Pass an array of numbers"),
+        ({1, 2}, "Convert it to an array"),
+        (bytearray(b"a"), "Convert it to an array"),
+        (Unhashable(), "Convert it to an array"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("inside", [False, True], ids=["bare", "in a list"])
+def test_argument_is_no_array_and_cannot_be_static(value, remedy, inside):
+    argument = [X, value] if inside else value
+    text = message(remat.UnsupportedError, lambda: checkpoint(scaled)(X, argument))
+    assert text.startswith(f"The argument n{'[1]' * inside} of scaled is ")
+    assert text.endswith(
+        f"of type {type(value).__name__}, which JAX can't trace. Nor can it be static, "
+        f"since it can't be hashed. {remedy}, or close over it."
+    )
+    kept = checkpoint(lambda x: x if argument is not None else -x)
+    np.testing.assert_array_equal(kept(X), X)
 
 
 def test_argument_is_an_integer_that_is_too_large():

@@ -15,6 +15,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.tree_util import keystr, tree_leaves_with_path
 
@@ -283,14 +284,21 @@ def _not_an_array(
             if whole is leaf
             else "Leave it out of the argument, and close over it."
         )
-    elif whole is leaf or is_hashable(whole):
+    elif is_hashable(whole):
         remedy = (
             f"Mark it static: {caller}({function_name(fun)}, "
             f"{static_remedy(fun, [where])})."
         )
-    else:
+    elif is_hashable(leaf):
         remedy = (
             "Pass it as an argument of its own and mark that static, or close over it."
+        )
+    else:
+        is_array = isinstance(leaf, np.ndarray)
+        remedy = (
+            "Nor can it be static, since it can't be hashed. "
+            f"{'Pass an array of numbers' if is_array else 'Convert it to an array'}, "
+            "or close over it."
         )
     return UnsupportedError(
         f"The argument {argument.path} of {function_name(fun)} is {shown(leaf)} of "
