@@ -235,6 +235,26 @@ def test_operands_can_be_donated():
     np.testing.assert_allclose(updated, expected, rtol=1e-3, atol=1e-4)
 
 
+def test_pullback_reads_the_primal_inputs_again():
+    w, x = (jnp.array(a) for a in arguments(5))
+    y, pullback = jax.vjp(remat.checkpoint(network), w, x)
+    expected = pullback(y)
+    assert_close(pullback(y), expected, 1e-6)
+    jax.jit(lambda w: 2.0 * w, donate_argnums=0)(w)
+    with pytest.raises((RuntimeError, ValueError), match="deleted"):
+        pullback(y)
+
+
+def test_copy_of_a_numpy_array_may_be_closed_over_before_it_changes():
+    table = np.array(normal(2, 5))
+    copy = jnp.array(table)
+    f = remat.checkpoint(lambda x: jnp.sin(jnp.sin(x * copy)))
+    y, pullback = jax.vjp(f, normal(2, 5))
+    expected = pullback(y)
+    table *= 2.0
+    assert_close(pullback(y), expected, 1e-6)
+
+
 def test_sharded_arguments_stay_sharded():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("i",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("i"))

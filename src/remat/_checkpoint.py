@@ -443,7 +443,9 @@ def checkpoint(
             name.
 
     Returns:
-        A function like `fun`.
+        A function like `fun`. Its backward pass reads the arguments, and what `fun`
+        closes over, again: until then they must not be deleted, donated to another
+        call, or changed in place.
 
     Raises:
         PolicyError: `policy` is not callable, or gave an answer that is no answer.
