@@ -2,9 +2,11 @@
 
 import doctest
 import importlib
+import json
 import pathlib
 import pkgutil
 import re
+import statistics
 
 import pytest
 
@@ -44,3 +46,36 @@ def test_examples_of_a_page(page, source, tmp_path, capsys):
         exec(call.removeprefix(">>> "), namespace)
         printed = capsys.readouterr().out.replace(f"{path}", source).splitlines()
         assert shown == printed
+
+
+def test_table_of_the_readme_is_what_was_measured():
+    def version(path):
+        return [int(part) for part in re.findall(r"\d+", path.stem)]
+
+    results = (ROOT / "benchmarks/results").glob("checkpoint_memory-jax-*.json")
+    newest = json.loads(max(results, key=version).read_text(encoding="utf-8"))
+    figures = {(row["way"], row["of"]): row for row in newest["figures"]["GPT"]}
+    plain = statistics.median(figures["no remat", ""]["step_seconds"])
+
+    def cells(way, of):
+        row = figures[way, of]
+        seconds = statistics.median(row["step_seconds"])
+        step = "1" if of == "" else f"{seconds / plain:.2f}"
+        return [
+            f"{row['temp_bytes'] / 2**20:.1f}",
+            f"{row['flops'] / 1e9:.1f}",
+            step,
+        ]
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    _, _, body = text.partition(
+        "| | temp MiB | GFLOP | step time |\n|---|---|---|---|\n"
+    )
+    shown = [line.replace("*", "").split("|")[2:5] for line in body.splitlines()[:5]]
+    assert [[cell.strip() for cell in row] for row in shown] == [
+        cells("no remat", ""),
+        cells("a", "jax"),
+        cells("a", "remat"),
+        cells("b", "jax"),
+        cells("b", "remat"),
+    ]
